@@ -28,6 +28,7 @@ from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, PeerJob, TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.metadata import round_figures, shorten_path
+from spec_assets.pools import wait_in_pool_of
 from spec_assets.run_problems import describe_check
 from spec_assets.unused import find_unused_assets
 
@@ -39,7 +40,13 @@ class NothingToDo(Exception):
 
 
 def asset(
-    *, group: str, kinds: Iterable[str], code_version: str = "1", optional: bool = False, **options: Any
+    *,
+    group: str,
+    kinds: Iterable[str],
+    code_version: str = "1",
+    optional: bool = False,
+    program: str | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Return the decorator `dg.asset` with this project's defaults.
 
@@ -48,7 +55,10 @@ def asset(
     Args:
         optional: the asset may raise `NothingToDo` for a target that has none. It then yields nothing, the run
             succeeds, and Dagster skips its checks and all assets that depend on it.
+        program: the program that the step runs, which may need a GPU: the step waits in the pool of this program's
+            launcher (`spec_assets.pools`).
     """
+    waiting = {} if program is None else wait_in_pool_of(program)
 
     def decorate(function: Callable[..., dg.MaterializeResult]) -> dg.AssetsDefinition:
         checked = guard(function)
@@ -58,6 +68,7 @@ def asset(
             owners=OWNERS,
             code_version=code_version,
             output_required=not optional,
+            **waiting,
             **options,
         )(_allow_nothing(checked) if optional else checked)
 

@@ -25,7 +25,6 @@ from draftworks.storage.data_records import AnswersIdentity, ConversationsIdenti
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, report_result, require_target, to_severity
-from spec_assets.features import GPU_POOL
 from spec_assets.metadata import describe_rejections, select_figures
 
 GROUP = "data"
@@ -69,7 +68,7 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
     kinds=["pytorch", "parquet"],
     deps=[TARGET_MODEL, RECIPE, CONVERSATIONS],
     check_specs=[dg.AssetCheckSpec(FINISHED, asset=RESPONSES, blocking=True, description=FINISHED_MEANS)],
-    pool=GPU_POOL,
+    program="regenerate",
 )
 def responses(
     context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
@@ -94,7 +93,7 @@ def responses(
         ),
         dg.AssetCheckSpec(FINISHED, asset=HELDOUT_RESPONSES, blocking=True, description=FINISHED_MEANS),
     ],
-    pool=GPU_POOL,
+    program="regenerate",
 )
 def heldout_responses(
     context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]

@@ -35,7 +35,6 @@ from spec_assets.common import (
 from spec_assets.draft_inputs import DraftConfig, resolve_draft_inputs
 from spec_assets.draft_streams import SHARED_LOCK, describe_stream, locate_streams
 from spec_assets.draft_training import DRAFT_CODE_VERSION, DraftTraining, shares_stream, train_drafts
-from spec_assets.features import GPU_POOL
 from spec_assets.left_out import describe_left_out
 from spec_assets.metadata import embed_picture, format_bytes, format_table, select_acceptance, shorten_path
 
@@ -65,7 +64,7 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             HELDOUT_FEATURES,
         ],
         optional=True,
-        pool=GPU_POOL,
+        program="train",
     )
     def draft(
         context: dg.AssetExecutionContext,

@@ -25,7 +25,6 @@ from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, read_partition, report_check, report_result, require_target
 from spec_assets.data import Conversations, answer_conversations, check_supervised_share, choose_greedy_settings
 from spec_assets.features import (
-    GPU_POOL,
     VERIFIED,
     VERIFIED_MEANS,
     describe_features,
@@ -85,7 +84,7 @@ def _make_responses_asset(name: str) -> dg.AssetsDefinition:
         description=f"The eval set {name}, answered greedily by the target.",
         deps=[TARGET_MODEL, RECIPE, of_eval_set(name).conversations],
         optional=True,
-        pool=GPU_POOL,
+        program="regenerate",
     )
     def responses(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
@@ -113,7 +112,7 @@ def make_eval_features_asset(name: str) -> dg.AssetsDefinition:
         description=f"Hidden states of the eval set {name}, which every evaluation of every draft reads; cached by EvalConfig.",
         deps=[TARGET_MODEL, RECIPE, of_eval_set(name).responses],
         optional=True,
-        pool=GPU_POOL,
+        program="capture",
     )
     def features(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]

@@ -21,6 +21,7 @@ from dagster_shared.error import SerializableErrorInfo
 
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.targets.registry import Registry
+from spec_assets.pools import assign_pools
 from spec_assets.run_problems import RunProblems
 from spec_assets.run_record import end_with_record
 from spec_assets.unchanged import find_unchanged_steps
@@ -111,7 +112,8 @@ class RunExecutor(dg.Executor):
             elif step.key not in unchanged:
                 left.append(step.key)
         if left:
-            yield from self._inner.execute(plan_context, self._build_subset(plan_context, plan, left))
+            subset = self._build_subset(plan_context, plan, left)
+            yield from self._inner.execute(plan_context, assign_pools(subset, target, self._registry))
 
     def _build_subset(self, plan_context: Any, plan: Any, steps: Sequence[str]) -> Any:
         job = self._job.get_definition()

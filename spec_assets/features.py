@@ -17,7 +17,6 @@ from spec_assets.common import asset, launch, obtain_result, report_result
 from spec_assets.metadata import format_bytes
 
 GROUP = "features"
-GPU_POOL = "gpu"
 VERIFIED = "features_verified"
 VERIFIED_MEANS = (
     "Samples read back: finite, a row per token, equal to a new capture, and the target's own head on `last` gives the "
@@ -35,7 +34,7 @@ VERIFICATIONS = ("rows_equal_tokens", "finite", "features_as_captured", "head_eq
     kinds=["pytorch", "safetensors"],
     deps=[TARGET_MODEL, RECIPE, TOKENIZED_TRAIN],
     check_specs=[dg.AssetCheckSpec(VERIFIED, asset=TRAINING_FEATURES, blocking=True, description=VERIFIED_MEANS)],
-    pool=GPU_POOL,
+    program="capture",
 )
 def training_features(
     context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]

@@ -32,7 +32,6 @@ from spec_assets.common import (
     require_target,
 )
 from spec_assets.evals import locate_feature_set, read_eval_data
-from spec_assets.features import GPU_POOL
 from spec_assets.metadata import embed_picture, select_acceptance
 
 GROUP = "reports"
@@ -53,7 +52,7 @@ def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.Assets
         code_version="3",
         deps=[TARGET_MODEL, EVALUATION_RECIPE, TOKENIZED_TRAIN, draft_name, *eval_assets],
         optional=True,
-        pool=GPU_POOL,
+        program="evaluate",
     )
     def report(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]

@@ -30,7 +30,6 @@ from spec_assets.common import (
     require_target,
     translate_errors,
 )
-from spec_assets.features import GPU_POOL
 from spec_assets.gates import yield_gated
 from spec_assets.metadata import format_table
 from spec_assets.reports import read_limits
@@ -59,7 +58,7 @@ def make_serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             names.export,
         ],
         optional=True,
-        pool=GPU_POOL,
+        program="serve",
     )
     def serving(
         context: dg.AssetExecutionContext,

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from draftworks.config.base import Spec
 
+DEFAULT_POOL = "gpu"
+
 
 class LauncherSpec(Spec):
     """Base of the settings of all kinds of launchers; each kind adds its own keys, and a literal `kind`."""
@@ -25,6 +27,12 @@ class LauncherSpec(Spec):
         gt=0,
         description="Seconds that one job may run; null: as long as it takes. A scheduler's job that saves checkpoints is "
         "submitted again after that time, until it is done.",
+    )
+    pool: str | None = Field(
+        default=DEFAULT_POOL,
+        pattern=r"^\S+$",
+        description="Dagster's pool in which steps wait for a place before they start such a job; null: they do not wait, "
+        "as the scheduler has a queue of its own.",
     )
     nodes: int = Field(default=1, ge=1, description="Machines of one job; each runs as many ranks as a job on one has.")
     min_nodes: int | None = Field(
