@@ -19,6 +19,8 @@ from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.legacy_stores import find_answers, find_store
 from draftworks.storage.object_access import parse_object_url
+from draftworks.storage.object_store import ObjectStore
+from draftworks.storage.publication import Publication
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
@@ -93,6 +95,19 @@ class Workspace(dg.ConfigurableResource):
             requests=features.requests,
         )
         return StoreSpec(kind=features.kind, root=notes / files.digest, objects=objects)
+
+    @cached_property
+    def publication(self) -> Publication | None:
+        """The object storage that exports and reports are copied to; None if the deployment names none.
+
+        Raises:
+            ConfigError: obstore is not installed, or the environment lacks the keys.
+        """
+        deployment = self.registry.load_deployment()
+        if deployment.publish is None:
+            return None
+        url = deployment.publish.url
+        return Publication(ObjectStore.open(url, deployment.object_storage.select(parse_object_url(url).bucket)))
 
     @property
     def sglang(self) -> SGLangSpec:

@@ -189,6 +189,22 @@ def obtain_result(
     )
 
 
+def require_publishable(workspace: Workspace) -> None:
+    """Raise before a result is made if the deployment publishes to object storage that cannot be written to."""
+    if workspace.publication is not None:
+        workspace.publication.require_writable()
+
+
+def publish_result(context: dg.AssetExecutionContext, workspace: Workspace, artifact: Artifact) -> dict[str, Any]:
+    """Copy a result to the deployment's object storage, if it names one; return metadata with its URL."""
+    if workspace.publication is None:
+        return {}
+    published = workspace.publication.publish(artifact)
+    if published.files:
+        context.log.info(f"{published.files} files published to {published.url}")
+    return {"published": published.url}
+
+
 def report_result(
     context: dg.AssetExecutionContext,
     artifact: Artifact,

@@ -20,10 +20,12 @@ from spec_assets.common import (
     asset,
     launch,
     obtain_result,
+    publish_result,
     read_partition,
     report_check,
     report_result,
     require_draft,
+    require_publishable,
     require_target,
 )
 from spec_assets.gates import check_export_gates
@@ -55,6 +57,7 @@ def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         card = find_card(workspace, strategy, draft)
 
         def build(out: Path) -> BuildResult:
+            require_publishable(workspace)
             run = ExportRun(out=out, target=files, draft=draft.path, export=settings, card=card)
             job = launch(context, launcher, workspace, "export", run, processes=1, device="cpu")
             made = job.report["formats"]
@@ -65,9 +68,21 @@ def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         )
         for name, reason in artifact.summary["refused"].items():
             context.log.warning(f"not exported as {name}: {reason}")
-        return report_result(context, artifact, describe_export(artifact))
+        published = _publish_if_sound(context, workspace, names.export, artifact)
+        return report_result(context, artifact, {**describe_export(artifact), **published})
 
     return export
+
+
+def _publish_if_sound(
+    context: dg.AssetExecutionContext, workspace: Workspace, name: str, artifact: Artifact
+) -> dict[str, Any]:
+    """Publish an export unless one of its gates failed."""
+    failed = [gate for gate in GATE_MEANINGS if not judge_gate(name, gate, artifact.summary["formats"]).passed]
+    if failed and workspace.publication is not None:
+        context.log.warning(f"not published: the gates {', '.join(failed)} failed")
+        return {}
+    return publish_result(context, workspace, artifact)
 
 
 def find_card(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Path | None:

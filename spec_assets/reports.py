@@ -27,8 +27,10 @@ from spec_assets.common import (
     launch,
     list_eval_names,
     obtain_result,
+    publish_result,
     report_result,
     require_draft,
+    require_publishable,
     require_target,
 )
 from spec_assets.evals import locate_feature_set, read_eval_data
@@ -61,6 +63,7 @@ def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.Assets
         subject = ReportSubject.of(workspace, strategy, target)
 
         def build(out: Path) -> BuildResult:
+            require_publishable(workspace)
             training = target.strategies[strategy.name].training
             reports: dict[str, Any] = {}
             for name in list_eval_names(target):
@@ -74,7 +77,8 @@ def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.Assets
             )
 
         artifact = obtain_result(context, workspace, subject.to_identity(workspace).to_json(), build)
-        return report_result(context, artifact, describe_report(artifact))
+        published = publish_result(context, workspace, artifact)
+        return report_result(context, artifact, {**describe_report(artifact), **published})
 
     return report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ def write_deployment(site: Any, server: S3Server, user: str = "WRITER") -> None:
     access = server.access(user, retry_s=20).model_dump(exclude_defaults=True)
     deployment = {
         "features": {"kind": "s3", "url": f"s3://{BUCKET}/features", "cache_gb": 1},
+        "publish": {"url": f"s3://{BUCKET}/published"},
         "object_storage": {"buckets": {BUCKET: access}},
     }
     (site.registry / "deployment.yaml").write_text(yaml.safe_dump(deployment))
@@ -77,6 +79,16 @@ def test_features_are_on_the_server_alone(stored_away: Any, server: S3Server):
     assert (stored_away.var / "feature_cache").is_dir()
 
 
+def test_exports_and_reports_are_published_and_the_pointer_names_them(stored_away: Any, server: S3Server):
+    published = server.connect("published/eagle3_export/small")
+    folder = json.loads(published.read("current.json").content)["folder"]
+    made = ArtifactStore(stored_away.var).load_current("eagle3_export", "small")
+    assert folder.startswith(made.path.name)
+    for name in made.files:
+        assert published.read(f"{folder}/{name}").content == (made.path / name).read_bytes(), name
+    assert server.connect("published/eagle3_report/small").inspect("current.json") is not None
+
+
 def test_keys_are_in_no_file_of_the_deployment(stored_away: Any):
     secrets = [b"a secret to write", b"writer-key"]
     found = [
@@ -87,9 +99,12 @@ def test_keys_are_in_no_file_of_the_deployment(stored_away: Any):
     assert found == []
 
 
-def test_an_unchanged_run_is_a_series_of_hits(stored_away: Any):
+def test_an_unchanged_run_is_a_series_of_hits(stored_away: Any, server: S3Server):
+    published = server.connect("published/eagle3_report/small")
+    before = [found.path for found in published.list()]
     again = stored_away.run(instance=dg.DagsterInstance.ephemeral())
     assert again.success
     made = again.get_asset_materialization_events()
     states = {m.materialization.metadata["cache"].value for m in made if "cache" in m.materialization.metadata}
     assert states == {"hit"}
+    assert [found.path for found in published.list()] == before
