@@ -15,6 +15,8 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.targets.resolve import digest_target_files
 
 if TYPE_CHECKING:
+    from slurm_cluster import SlurmCluster
+
     from draftworks.capture.engines.sglang_engine import SGLangEngine
 
 # Examples are drawn on machines that do other work too: no example is wrong because it was slow.
@@ -94,3 +96,12 @@ def tiny_sglang(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFacto
     engine = sglang_engine(tiny_target, tmp_path_factory.mktemp("sglang") / "tiny", taps_of(tiny_target))
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmCluster]:
+    """A real Slurm of two nodes, see slurm_cluster; a test that disturbs it puts it right again."""
+    from slurm_cluster import slurm_cluster
+
+    with slurm_cluster() as cluster:
+        yield cluster

@@ -54,9 +54,9 @@ AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 ReturnToService=2
 SchedulerParameters=sched_min_interval=100000,sched_interval=2,bf_interval=2,batch_sched_delay=0
-SlurmdTimeout=10
+SlurmdTimeout=6
 KillWait=20
-MessageTimeout=30
+MessageTimeout=10
 EnforcePartLimits=ALL
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

@@ -1,0 +1,153 @@
+"""Calls of Slurm's commands, and what they print, as values."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftworks.errors import ConfigError, LauncherError
+
+COLUMNS = {"JobID": 24, "State": 20, "exit_code": 12, "Reason": 200, "Name": 60, "Comment": 1000}
+"""Columns of squeue that are read, and their widths."""
+_UNKNOWN_JOB = "Invalid job id"
+_UNREACHABLE = re.compile(
+    r"unable to contact slurm|connect failure|connection refused|timed out|communication|munge|authentication", re.I
+)
+_TIMEOUT_S = 120.0
+"""Seconds for one command; a controller under load lets its clients wait and retry."""
+
+
+@dataclass(frozen=True)
+class SlurmRecord:
+    """One line of squeue or sacct.
+
+    Attributes:
+        state: in Slurm's long form, such as COMPLETED.
+        exit_code: of the batch script; None if Slurm did not say it.
+    """
+
+    id: str
+    name: str
+    state: str
+    exit_code: int | None
+    reason: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class SlurmCommands:
+    """Slurm's commands in `folder`, or those that PATH leads to.
+
+    Raises:
+        ConfigError: there are none.
+        LauncherError: the controller cannot be reached, or answers with an error (its own words).
+    """
+
+    folder: str | None = None
+
+    def submit(self, script: Path, env: Mapping[str, str]) -> str:
+        """Submit a batch script with `env` added to its environment; return the job's id.
+
+        Raises:
+            ConfigError: Slurm refuses the job.
+        """
+        try:
+            printed = self._run("sbatch", ["--parsable", str(script)], env)
+        except LauncherError as error:
+            if _UNREACHABLE.search(str(error)):
+                raise
+            raise ConfigError(f"Slurm refuses the job: {error}. Its script is {script}") from None
+        return printed.strip().split(";")[0]
+
+    def list_jobs(self, *options: str) -> list[SlurmRecord]:
+        """Return the jobs that squeue shows with `options`."""
+        columns = ",".join(f"{name}:{width}" for name, width in COLUMNS.items())
+        try:
+            printed = self._run("squeue", ["--noheader", f"--Format={columns}", *options])
+        except LauncherError as error:
+            if _UNKNOWN_JOB in str(error):
+                return []
+            raise
+        return [_parse_line(line) for line in printed.splitlines() if line.strip()]
+
+    def list_accounted(self, *options: str) -> list[SlurmRecord]:
+        """Return the jobs that sacct knows; none where Slurm keeps no accounts or has no sacct."""
+        fields = "JobID,State,ExitCode,Reason,JobName,Comment"
+        try:
+            printed = self._run("sacct", ["--allocations", "--noheader", "--parsable2", f"--format={fields}", *options])
+        except (LauncherError, ConfigError):
+            return []
+        return [_parse_account(line) for line in printed.splitlines() if line.count("|") >= 5]
+
+    def cancel(self, *arguments: str) -> None:
+        """Call scancel; a job that has ended or is unknown is no error."""
+        try:
+            self._run("scancel", list(arguments))
+        except LauncherError as error:
+            if _UNREACHABLE.search(str(error)):
+                raise
+
+    def _run(self, name: str, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+        program = name if self.folder is None else str(Path(self.folder) / name)
+        # In an allocation of another job these would be taken for options of ours.
+        outside = {key: value for key, value in os.environ.items() if not key.startswith(("SBATCH_", "SQUEUE_"))}
+        try:
+            done = subprocess.run(
+                [program, *arguments],
+                env={**outside, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+            )
+        except FileNotFoundError:
+            raise ConfigError(
+                f"launcher of kind slurm: expected Slurm's command {name} {_describe_place(self.folder)}, found none. Run"
+                " Draftworks on a host that submits jobs, or name the folder of Slurm's commands: launcher.commands"
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise LauncherError(f"Slurm: {name} timed out after {_TIMEOUT_S:g} s") from None
+        if done.returncode:
+            raise LauncherError(f"Slurm: {_join(done.stderr.splitlines()) or f'{name} ended with {done.returncode}'}")
+        return done.stdout
+
+
+def _describe_place(folder: str | None) -> str:
+    return "on PATH" if folder is None else f"in {folder}"
+
+
+def _join(lines: Iterable[str]) -> str:
+    """Return the lines of an error as one, each without the command's name."""
+    return "; ".join(re.sub(r"^\w+: (error: )?", "", line.strip()) for line in lines if line.strip())
+
+
+def _parse_line(line: str) -> SlurmRecord:
+    fields, start = {}, 0
+    for name, width in COLUMNS.items():
+        fields[name] = line[start : start + width].strip()
+        start += width
+    if fields["exit_code"].isdigit():  # as wait(2) has it
+        fields["exit_code"] = str(int(fields["exit_code"]) >> 8)
+    return _make_record(*fields.values())
+
+
+def _parse_account(line: str) -> SlurmRecord:
+    return _make_record(*line.split("|", 5))
+
+
+def _make_record(id: str, state: str, exit_code: str, reason: str, name: str, comment: str) -> SlurmRecord:
+    code = exit_code.split(":")[0]
+    # "CANCELLED by 1000", and "COMPLETED+" where a column was too narrow
+    return SlurmRecord(
+        id=id,
+        name=name,
+        state=(state.split() or [""])[0].rstrip("+"),
+        exit_code=int(code) if code.isdigit() else None,
+        reason="" if reason in ("None", "(null)") else reason,
+        comment="" if comment == "(null)" else comment,
+    )

@@ -1,0 +1,200 @@
+"""Slurm, by its own commands on a host that shares a file system with the nodes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from draftworks.config.launchers import LauncherSpec, SlurmLauncherSpec
+from draftworks.errors import LauncherError
+from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
+from resources.slurm_commands import SlurmCommands, SlurmRecord
+from resources.slurm_script import LOST_NODE_EXIT, write_script
+from resources.torch_job import JobState
+
+QUESTION_INTERVAL_S = 2.0
+"""Least time between two questions of one process about all of its jobs."""
+_END_INTERVAL_S = 0.5
+_ENDED_LONGEST_S = 300.0
+"""Seconds for Slurm to kill a job, after its grace: its KillWait, and a node that does not answer."""
+
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+_RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+_LOST = {
+    "TIMEOUT": "its time limit",
+    "PREEMPTED": "it was pre-empted",
+    "NODE_FAIL": "a node failed",
+    "BOOT_FAIL": "a node did not start",
+    "REVOKED": "it was revoked",
+}
+_NEVER = {
+    "PartitionTimeLimit",
+    "PartitionNodeLimit",
+    "BadConstraints",
+    "DependencyNeverSatisfied",
+    "InvalidAccount",
+    "InvalidQOS",
+    "AccountNotAllowed",
+    "QOSNotAllowed",
+}
+"""Reasons for which a job waits for ever."""
+
+
+@dataclass
+class SlurmQueue:
+    """This user's jobs as squeue shows them, asked at most every `QUESTION_INTERVAL_S` whatever the number of jobs.
+
+    Thread-safe: several steps of a process, and several launchers, share one.
+    """
+
+    commands: SlurmCommands
+    interval_s: float = QUESTION_INTERVAL_S
+    clock: Callable[[], float] = time.monotonic
+    questions: int = 0
+    _jobs: dict[str, SlurmRecord] = field(default_factory=dict)
+    _asked_at: float = float("-inf")
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def find(self, id: str, submitted_at: float = float("-inf")) -> SlurmRecord | None:
+        """Return a job as it was at the last question; None if squeue did not show it then.
+
+        Args:
+            submitted_at: by `clock`; an earlier answer is not about it, so it is asked again.
+        """
+        with self._lock:
+            if self.clock() - self._asked_at >= self.interval_s or self._asked_at <= submitted_at:
+                self._ask()
+            return self._jobs.get(id)
+
+    def _ask(self) -> None:
+        asked_at = self.clock()
+        self.questions += 1
+        found = self.commands.list_jobs(f"--user={os.getuid()}", "--states=all")
+        self._jobs = {each.id: each for each in found}
+        self._asked_at = asked_at
+
+
+@cache
+def get_queue(commands: SlurmCommands) -> SlurmQueue:
+    """Return the one queue of this process for these commands."""
+    return SlurmQueue(commands)
+
+
+class SlurmScheduler(Scheduler):
+    """Submits with sbatch, asks squeue (and sacct where it knows more), ends with scancel."""
+
+    engine = "slurm"
+
+    def __init__(self, spec: SlurmLauncherSpec) -> None:
+        self._spec = spec
+        self._commands = SlurmCommands(spec.commands)
+        self._queue = get_queue(self._commands)
+        self._submitted_at: dict[str, float] = {}
+
+    def create(self, request: JobRequest) -> str:
+        script = write_script(request, self._spec)
+        id = self._commands.submit(script, request.env)
+        self._submitted_at[id] = self._queue.clock()
+        return id
+
+    def find(self, name: str) -> SeenJob | None:
+        found = self._commands.list_jobs(f"--name={name}", "--states=all")
+        found = found or self._commands.list_accounted(f"--name={name}", "--starttime=now-30days")
+        jobs = [_describe(each) for each in found]
+        alive = [job for job in jobs if not job.state.is_final]
+        return max(alive or jobs, key=_get_age, default=None)
+
+    def look(self, id: str) -> SeenJob | None:
+        record = self._look(id)
+        if record is None:
+            return None
+        if record.state == "PENDING" and record.reason in _NEVER:
+            self._commands.cancel(id)
+            reason = f"Slurm would never start it: {record.reason}"
+            return SeenJob(id, record.name, JobState.FAILED, reason, claim=_get_claim(record))
+        return _describe(record)
+
+    def end(self, id: str, grace_s: float) -> None:
+        record = self._ask(id)
+        if record is None or _describe(record).state.is_final:
+            return
+        if record.state in _RUNNING:
+            # To the script alone, which hands it on once; Slurm's own way to cancel would give KillWait seconds at most.
+            self._commands.cancel("--batch", "--signal=TERM", id)
+            if self._has_ended_within(id, grace_s):
+                return
+        self._commands.cancel(id)
+        if self._has_ended_within(id, 0.0 if record.state == "PENDING" else _END_INTERVAL_S):
+            return
+        self._commands.cancel("--full", "--signal=KILL", id)
+        if not self._has_ended_within(id, _ENDED_LONGEST_S):
+            raise LauncherError(
+                f"Slurm: job {id} has not ended {_ENDED_LONGEST_S:g} s after it was killed: scancel {id}"
+            )
+
+    def list(self) -> list[SeenJob]:
+        return [_describe(each) for each in self._commands.list_jobs() if each.name.startswith(NAME_PREFIX)]
+
+    def _look(self, id: str) -> SlurmRecord | None:
+        """Return a job from the common answer; another user's, or one that squeue has forgotten, by a question of its own."""
+        found = self._queue.find(id, self._submitted_at.get(id, float("-inf")))
+        return found or self._ask(id)
+
+    def _ask(self, id: str) -> SlurmRecord | None:
+        found = self._commands.list_jobs(f"--jobs={id}", "--states=all") or self._commands.list_accounted(
+            f"--jobs={id}"
+        )
+        return next((each for each in found if each.id == id), None)
+
+    def _has_ended_within(self, id: str, seconds: float) -> bool:
+        """Wait until none of a job's processes is left: Slurm says COMPLETING for as long as there are some."""
+        deadline = time.monotonic() + seconds
+        while True:
+            record = self._ask(id)
+            if record is None or _describe(record).state.is_final:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(min(_END_INTERVAL_S, max(0.0, deadline - time.monotonic())))
+
+
+def make_scheduler(spec: LauncherSpec) -> SlurmScheduler:
+    """Return the scheduler of a launcher of kind slurm."""
+    assert isinstance(spec, SlurmLauncherSpec)
+    return SlurmScheduler(spec)
+
+
+def _describe(record: SlurmRecord) -> SeenJob:
+    state, reason, lost = _get_state(record), record.reason, record.state in _LOST
+    if lost:
+        reason = f"{record.state}: {_LOST[record.state]}"
+    elif state is JobState.FAILED and record.exit_code == LOST_NODE_EXIT:
+        lost, reason = True, "a node ended without an exit code of its torchrun: it was lost"
+    elif state is JobState.FAILED:
+        words = [each for each in (record.state, record.reason) if each not in ("FAILED", "NonZeroExitCode", "")]
+        reason = ": ".join(words) or f"exit code {record.exit_code} of the job's script"
+    return SeenJob(record.id, record.name, state, reason, lost, _get_claim(record))
+
+
+def _get_state(record: SlurmRecord) -> JobState:
+    if record.state in _WAITING:
+        return JobState.PENDING
+    if record.state in _RUNNING:
+        return JobState.RUNNING
+    if record.state == "COMPLETED":
+        return JobState.SUCCEEDED
+    return JobState.CANCELLED if record.state == "CANCELLED" else JobState.FAILED
+
+
+def _get_claim(record: SlurmRecord) -> Path | None:
+    return Path(record.comment) if record.comment else None
+
+
+def _get_age(job: SeenJob) -> int:
+    number = job.id.split("_")[0]
+    return int(number) if number.isdigit() else 0

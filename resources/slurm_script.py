@@ -1,0 +1,193 @@
+"""The batch script of a Slurm job: one torchrun on each node, told once when it has to stop."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftworks.config.slurm_launcher import SlurmLauncherSpec
+from draftworks.errors import ConfigError
+from resources.scheduler import JobRequest
+from resources.torch_job import ONE_NODE, TorchJob
+
+LOST_NODE_EXIT = 75
+"""Exit code of the script where a node began and has left no exit code of its torchrun: it was lost."""
+SIGNAL_MARGIN_S = 30.0
+"""Slurm looks at time limits twice a minute: the signal before the limit is asked for so many seconds earlier."""
+_TORCHRUN_SHARE_OF_GRACE = 0.7
+"""torchrun kills a stuck rank after this share of the grace, so that it can still exit in order itself."""
+_OPTIONS = "OPTIONS_OF_TORCHRUN"
+
+
+def locate_script(request: JobRequest) -> Path:
+    """Return the path of a job's batch script, beside its log."""
+    return request.files.path / "job.sh"
+
+
+def write_script(request: JobRequest, spec: SlurmLauncherSpec) -> Path:
+    """Write the batch script, and make the folder in which its nodes record their exit codes; return the script's path."""
+    path = locate_script(request)
+    marks = request.files.path / "nodes"
+    marks.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(
+        [
+            "#!/bin/bash",
+            f"# A job of Draftworks, as it was submitted: sbatch {shlex.quote(str(path))}",
+            *(f"#SBATCH {option}" for option in build_options(request, spec)),
+            "",
+            _BODY.format(
+                path="" if spec.commands is None else f'export PATH={shlex.quote(spec.commands)}:"$PATH"\n',
+                marks=shlex.quote(str(marks)),
+                grace=math.ceil(spec.grace_s),
+                threads=spec.threads,
+                shutdown=max(1, int(spec.grace_s * _TORCHRUN_SHARE_OF_GRACE)),
+                setup="\n".join(f"    {line}" for line in spec.setup) or "    :",
+                torchrun=_build_torchrun(request),
+                python=shlex.quote(str(request.job.build_command()[0])),
+                one_node=" ".join(ONE_NODE),
+                cpus=_count_cpus(request.job, spec),
+                lost=LOST_NODE_EXIT,
+            ),
+        ]
+    )
+    path.write_text(text)
+    return path
+
+
+def build_options(request: JobRequest, spec: SlurmLauncherSpec) -> list[str]:
+    """Return the options of sbatch for a job, quoted as its script needs them.
+
+    Raises:
+        ConfigError: the time limit leaves no time to work before the signal.
+    """
+    job = request.job
+    fewest = min(request.min_nodes or job.nodes, job.nodes)
+    found: dict[str, str | None] = {
+        "job-name": request.name,
+        "comment": str(request.claim),
+        "output": str(request.files.log).replace("%", "%%"),
+        "open-mode": "append",
+        "export": "ALL",
+        "nodes": str(job.nodes) if fewest == job.nodes else f"{fewest}-{job.nodes}",
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(_count_cpus(job, spec)),
+        "partition": spec.partition,
+        "account": spec.account,
+        "qos": spec.qos,
+        "mem": spec.memory,
+    }
+    if job.gpus_per_node and spec.gpus != "none":
+        amount = f"{spec.gpu_type}:{job.gpus_per_node}" if spec.gpu_type else str(job.gpus_per_node)
+        found[spec.gpus] = f"gpu:{amount}" if spec.gpus == "gres" else amount
+    if spec.time_limit_s is not None:
+        # Slurm counts in minutes. A shorter limit is the launcher's own to keep.
+        minutes = math.ceil(spec.time_limit_s / 60)
+        before_s = math.ceil(spec.grace_s + SIGNAL_MARGIN_S)
+        if before_s >= 60 * minutes:
+            raise ConfigError(
+                f"launcher: a time_limit_s of {spec.time_limit_s:g} is over before anything is done: a job gets the"
+                f" signal to save {before_s} s before its limit (grace_s and {SIGNAL_MARGIN_S:g} s). Raise time_limit_s,"
+                " or lower grace_s."
+            )
+        found["time"], found["signal"] = str(minutes), f"B:TERM@{before_s}"
+    ours = [f"--{name}={shlex.quote(value)}" for name, value in found.items() if value is not None]
+    return [*ours, "--no-requeue", *spec.sbatch]
+
+
+def _count_cpus(job: TorchJob, spec: SlurmLauncherSpec) -> int:
+    return spec.cpus_per_node or job.procs_per_node * spec.threads
+
+
+def _build_torchrun(request: JobRequest) -> str:
+    """Return torchrun's command line; the options that only the job's shell knows are in its array `options`."""
+    command: Sequence[str] = request.job.build_command(f"--rdzv{_OPTIONS}", f"--log-dir={request.files.ranks}")
+    return " ".join('"${options[@]}"' if word == f"--rdzv{_OPTIONS}" else shlex.quote(word) for word in command)
+
+
+# Slurm sends SIGTERM to every process of a cancelled or pre-empted job, several times, and to the script alone before a
+# time limit. A second signal would cut torchrun's orderly end short. So torchrun and its ranks' start ignore SIGTERM, and
+# the script answers the first one with one SIGINT to each torchrun, which torchrun passes on to its ranks.
+_BODY = """\
+{path}marks={marks}  # NODE.began and NODE.exit
+export OMP_NUM_THREADS={threads} TORCH_ELASTIC_SHUTDOWN_TIMEOUT={shutdown} TORCHELASTIC_SIGNALS_TO_HANDLE=SIGINT
+rm -f "$marks"/*.began "$marks"/*.exit
+shopt -s nullglob
+
+setup() {{
+{setup}
+}}
+
+run_torchrun() {{
+    trap '' TERM
+    trap : INT  # of all processes of a step: torchrun gets its own
+    setup
+    local options
+    if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
+        # Ranks of one node meet in a file on a disk of the node and open no port to others.
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+        meeting=$(mktemp -d) && options=({one_node} "--rdzv-endpoint=$meeting/store")
+    else
+        local address is_host=false
+        address=$(sed -n "s/^$SLURMD_NODENAME=//p" <<<"$NODE_ADDRESSES")
+        [ "$SLURMD_NODENAME" = "$HEAD_NODE" ] && is_host=true
+        options=(--nnodes="$SLURM_JOB_NUM_NODES" --rdzv-backend=c10d --rdzv-endpoint="$HEAD_ADDRESS:$HEAD_PORT"
+            --rdzv-id="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" --rdzv-conf="is_host=$is_host" --local-addr="$address")
+    fi
+    echo "$SLURM_JOB_ID" >"$marks/$SLURMD_NODENAME.began"
+    {torchrun} &
+    local torchrun=$! code
+    trap 'kill -INT $torchrun 2>/dev/null' USR1
+    while wait $torchrun; code=$?; kill -0 $torchrun 2>/dev/null; do :; done
+    [ -z "${{meeting:-}}" ] || rm -rf "$meeting"
+    echo "$code" >"$marks/.$SLURMD_NODENAME" && mv "$marks/.$SLURMD_NODENAME" "$marks/$SLURMD_NODENAME.exit"
+    return "$code"
+}}
+
+if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
+    run_torchrun &
+else
+    # The nodes' addresses are those by which Slurm reaches them; names need not be known to every node.
+    NODE_ADDRESSES=$(scontrol --oneliner show nodes "$SLURM_JOB_NODELIST" | sed -n 's/^NodeName=\\([^ ]*\\) .*NodeAddr=\\([^ ]*\\).*/\\1=\\2/p')
+    HEAD_NODE=$SLURMD_NODENAME
+    HEAD_ADDRESS=$(sed -n "s/^$HEAD_NODE=//p" <<<"$NODE_ADDRESSES")
+    HEAD_PORT=$({python} -I -S -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+    export marks NODE_ADDRESSES HEAD_NODE HEAD_ADDRESS HEAD_PORT
+    srun --ntasks-per-node=1 --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait=0 \\
+        bash -c "$(declare -f setup run_torchrun); run_torchrun" &
+fi
+step=$!
+
+stop() {{
+    [ -z "${{stopped_at:-}}" ] || return
+    stopped_at=$SECONDS
+    if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
+        kill -USR1 $step
+    else
+        scancel --signal=INT "$SLURM_JOB_ID.0"
+    fi
+}}
+trap stop TERM
+
+# A torchrun that has failed lets those of other nodes wait for its ranks: after the grace they are stopped, then killed.
+failed_at= stopped_at=
+while kill -0 $step 2>/dev/null; do
+    sleep 1 &
+    wait -n $step $! 2>/dev/null
+    if [ -z "$failed_at" ] && grep -qvx 0 "$marks"/*.exit 2>/dev/null; then failed_at=$SECONDS; fi
+    if [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge {grace} ]; then stop; fi
+    if [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge $((2 * {grace})) ]; then scancel --signal=KILL "$SLURM_JOB_ID.0"; break; fi
+done
+wait $step
+code=$?
+# srun may be ended before the nodes are: what they save meanwhile must not be cut short.
+for _ in $(seq {grace}); do
+    left=
+    for began in "$marks"/*.began; do [ -e "${{began%.began}}.exit" ] || left=1; done
+    [ -n "$left" ] && [ -n "$stopped_at" ] || break
+    sleep 1
+done
+[ -z "$left" ] || exit {lost}
+exit "$code"
+"""
