@@ -19,12 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "toys")]
-
-from slurm_cluster import SlurmCluster, slurm_cluster  # noqa: E402
 
 from draftworks.config.launchers import SlurmLauncherSpec  # noqa: E402
 from resources.scheduler import JobRequest  # noqa: E402
@@ -32,13 +31,13 @@ from resources.slurm_scheduler import SlurmScheduler  # noqa: E402
 from resources.torch_job import RunDir, TorchJob  # noqa: E402
 
 
-def measure(cluster: SlurmCluster, folder: Path, nodes: int) -> dict[str, float]:
+def measure(commands: str, folder: Path, nodes: int) -> dict[str, float]:
     """Return the seconds of one job, whose torchrun is a program that only notes the time."""
     clock = folder / "clock.sh"
     clock.write_text(f'#!/bin/sh\ndate +%s.%N >>"{folder}/torchrun"\n')
     clock.chmod(0o755)
     note_begin = f'date +%s.%N >>"{folder}/setup"'
-    spec = SlurmLauncherSpec(commands=str(cluster.commands), setup=[note_begin])
+    spec = SlurmLauncherSpec(commands=commands, setup=[note_begin])
     scheduler = SlurmScheduler(spec)
     job = TorchJob("nothing", nodes=nodes, python=clock)
     request = JobRequest("dw-benchmark", job, {}, RunDir.create(folder / "runs", "benchmark", 0), folder / "job.json")
@@ -65,9 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args(arguments).repeats
+    slurm_cluster = import_module("slurm_cluster").slurm_cluster
     with slurm_cluster() as cluster, tempfile.TemporaryDirectory() as folder:
         for nodes in (1, 2):
-            found = [measure(cluster, Path(folder), nodes) for _ in range(repeats)]
+            found = [measure(str(cluster.commands), Path(folder), nodes) for _ in range(repeats)]
             figures = {name: statistics.median(each[name] for each in found) for name in found[0]}
             ours = sum(figures[name] for name in ("submit", "script", "notice"))
             print(f"{nodes} node(s): " + " ".join(f"{name}={value:.2f}s" for name, value in figures.items()), end="")

@@ -100,6 +100,12 @@ def has_failure_message(files: RunDir) -> bool:
     return bool(_read_failures(files))
 
 
+def is_user_error(files: RunDir) -> bool:
+    """Whether the first failed rank left an error that only a user can mend, so that doing it again is in vain."""
+    ranks = sorted(_read_failures(files), key=lambda failure: failure.time_ns)
+    return bool(ranks) and ranks[0].user_error
+
+
 def _read_failures(files: RunDir) -> list[RankFailure]:
     """Return the failures of all ranks; that of torchrun if no rank left one."""
     ranks = [RankFailure.read(path) for path in files.ranks.rglob("error.json")]

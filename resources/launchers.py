@@ -12,7 +12,10 @@ from resources.scheduler import Scheduler
 if TYPE_CHECKING:
     from resources.torch_launcher import TorchLauncher
 
-SCHEDULERS: dict[str, str] = {"kubernetes": "resources.kubernetes_scheduler"}
+SCHEDULERS: dict[str, str] = {
+    "kubernetes": "resources.kubernetes_scheduler",
+    "slurm": "resources.slurm_scheduler",
+}
 """By kind of launcher, the module whose `make_scheduler(spec)` makes its scheduler."""
 
 

@@ -21,7 +21,7 @@ from resources.bookmark import Bookmark
 from resources.dead_runs import JOB_TAG, has_run_process_ended
 from resources.job_adoption import Adoption
 from resources.job_claims import CLAIM, JobClaim
-from resources.job_failure import has_failure_message, is_interrupted
+from resources.job_failure import has_failure_message, is_interrupted, is_user_error
 from resources.job_messages import JobMessages, has_report
 from resources.launchers import make_scheduler
 from resources.process_place import RunProcess
@@ -196,10 +196,11 @@ class SchedulerLauncher(TorchLauncher):
         failed = self._wait_for_failure(handle.files)
         if not failed and has_report(handle.files.messages):
             return JobStatus(JobState.SUCCEEDED, None, reason)
-        if handle.was_cancelled:
-            return JobStatus(JobState.CANCELLED, None, reason)
         lost = seen is None or seen.lost
-        if is_interrupted(handle.files) or lost and not failed:
+        if handle.was_cancelled or seen is not None and seen.state is JobState.CANCELLED and not lost:
+            return JobStatus(JobState.CANCELLED, None, reason)  # by us, or in the scheduler by hand
+        # Ranks whose peers were lost with a node leave errors of their connections.
+        if is_interrupted(handle.files) or lost and not is_user_error(handle.files):
             return self._submit_again(handle, reason)
         if seen is None or failed:
             return JobStatus(JobState.FAILED, None, reason)

@@ -36,11 +36,9 @@ class LocalLauncherSpec(LauncherSpec):
     kind: Literal["local"] = "local"
 
 
-AnyLauncherSpec = LocalLauncherSpec
+AnyLauncherSpec = LocalLauncherSpec | SlurmLauncherSpec
 """The union of the kinds that a deployment may choose. A kind is added here when its launcher exists."""
-KINDS: dict[str, type[LauncherSpec]] = {
-    each.model_fields["kind"].default: each for each in get_args(AnyLauncherSpec) or (AnyLauncherSpec,)
-}
+KINDS: dict[str, type[LauncherSpec]] = {each.model_fields["kind"].default: each for each in get_args(AnyLauncherSpec)}
 LOCAL = "local"
 PROGRAMS = ("regenerate", "plan", "capture", "train", "produce", "memory", "evaluate", "export", "serve")
 """Programs whose jobs a launcher runs, by which settings may differ."""
