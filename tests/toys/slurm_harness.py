@@ -9,11 +9,11 @@ from typing import Any
 
 from launcher_contract import LauncherHarness, make_job
 from launcher_harnesses import find_processes
-from resources.scheduler_launcher import SchedulerLauncher
 
 from draftworks.config.launchers import parse_launcher
 from resources.launchers import make_scheduler
 from resources.scheduler import Scheduler
+from resources.scheduler_launcher import SchedulerLauncher
 from resources.slurm_commands import SlurmCommands
 
 COMMANDS = "DRAFTWORKS_TEST_SLURM"
