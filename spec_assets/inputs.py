@@ -5,6 +5,7 @@ import os
 
 import dagster as dg
 
+from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.sources import find_files
@@ -73,7 +74,7 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
     """The conversations the target's draft learns from, as the files the registry names."""
     registry = workspace.registry
     spec = registry.load_dataset(registry.load_target(context.partition_key).dataset)
-    files = find_files(spec.files, registry.root)
+    files, urls = find_files(spec.files, registry.root), [each for each in spec.files if is_url(each)]
     return dg.MaterializeResult(
         data_version=dg.DataVersion(workspace.read_dataset_version(spec)),
         metadata={
@@ -82,6 +83,7 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
             "licence": spec.licence or "(not given)",
             "files": dg.MetadataValue.json([os.path.relpath(path, registry.root) for path in files]),
             "bytes": sum(path.stat().st_size for path in files),
+            **({"downloaded_from": dg.MetadataValue.json(urls)} if urls else {}),
         },
     )
 

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from draftworks.config.base import Dtype, Spec
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.cron import parse_cron, require_timezone
+from draftworks.config.dataset_urls import is_url, parse_dataset_url
 from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
@@ -312,10 +313,19 @@ class DatasetSpec(Spec):
     name: str
     description: str = Field(default="", description="Free text, shown to users only.")
     files: list[str] = Field(
-        min_length=1, description="JSONL, JSON or Parquet, relative to the registry; globs allowed."
+        min_length=1,
+        description="JSONL, JSON or Parquet, relative to the registry, or at s3://bucket/… or "
+        "hf://datasets/org/name@commit/…; globs allowed.",
     )
     format: Literal["auto", "sharegpt", "openai", "tokens"] = "auto"
     licence: str = ""
+
+    @field_validator("files")
+    @classmethod
+    def _check_urls(cls, value: list[str]) -> list[str]:
+        for each in filter(is_url, value):
+            parse_dataset_url(each)
+        return value
 
     @field_validator("name")
     @classmethod

@@ -18,7 +18,7 @@ from draftworks.errors import ConfigError
 
 CREDENTIALS = re.compile(r"//[^/\s]*@")
 """Credentials in a URL; error messages mask them."""
-SECRET = "api_key_env"
+SECRET = "_key_env"
 """Suffix of keys whose value is not shown in messages, since users write a secret there by mistake."""
 
 

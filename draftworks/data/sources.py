@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.errors import DataError
 from draftworks.storage.identity import FileDigests, digest
@@ -15,24 +16,36 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
-    """Return the files of all globs relative to `root`, each once, sorted within a glob.
+    """Return the files of all globs relative to `root` and of all URLs, each once, sorted within a glob.
+
+    Files of `s3://` and `hf://` are downloaded unless they were before, see `remote_files`.
 
     Raises:
         DataError: a pattern matches no file, or a file of an unknown kind.
+        DraftworksError: files cannot be downloaded.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
+        if is_url(pattern):
+            from draftworks.data.remote_files import fetch_files  # its libraries are loaded for such data only
+
+            found |= dict.fromkeys(_require_known_kinds(fetch_files(pattern, root)))
+            continue
         matches = sorted(Path(name) for name in glob.glob(os.path.join(root, pattern), recursive=True))
         files = [path for path in matches if path.is_file()]
         if not files:
             raise DataError(
                 f"{pattern!r} matches no file below {root}: put one there, or correct `files` of the data set"
             )
-        for path in files:
-            if path.suffix.lower() not in SUFFIXES:
-                raise DataError(f"{path}: expected one of {', '.join(SUFFIXES)}, found {path.suffix or 'no suffix'!r}")
-            found[path] = None
+        found |= dict.fromkeys(_require_known_kinds(files))
     return list(found)
+
+
+def _require_known_kinds(files: list[Path]) -> list[Path]:
+    for path in files:
+        if path.suffix.lower() not in SUFFIXES:
+            raise DataError(f"{path}: expected one of {', '.join(SUFFIXES)}, found {path.suffix or 'no suffix'!r}")
+    return files
 
 
 def digest_dataset(spec: DatasetSpec, root: Path, digests: FileDigests) -> str:

@@ -27,6 +27,42 @@ def fetch_hub_file(where: str, model: str, revision: str, filename: str) -> Path
         raise ConfigError(f"{where}: {model} at commit {revision}: {_explain(filename, error)}") from error
 
 
+def list_dataset_files(where: str, dataset: str, revision: str) -> list[str]:
+    """Return the names of all files of a data set of the hub at a commit. `where` and errors as in `fetch_hub_file`."""
+    from httpx import HTTPError
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise LocalEntryNotFoundError("the list of files is not in the cache")
+        return list(HfApi().list_repo_files(dataset, repo_type="dataset", revision=revision))
+    except (HfHubHTTPError, HTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"{where}: {_explain_dataset('the list of its files', error)}") from error
+
+
+def fetch_dataset_file(where: str, dataset: str, revision: str, filename: str) -> Path | None:
+    """Return the local path of a file of a data set of the hub, as `fetch_hub_file` does for a model's."""
+    from httpx import HTTPError
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(dataset, filename, repo_type="dataset", revision=revision))
+    except (
+        *(HfHubHTTPError, HTTPError, HFValidationError, LocalEntryNotFoundError, EntryNotFoundError),
+        OSError,
+    ) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None
+        raise ConfigError(f"{where}: {_explain_dataset(filename, error)}") from error
+
+
+def _explain_dataset(filename: str, error: Exception) -> str:
+    told = _explain(filename, error).replace("the model", "the data set").replace("such model", "such data set")
+    return told.replace("give a local directory instead of the id", "name a local copy of the files")
+
+
 HubHeader = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor of a safetensors file, by name."""
 

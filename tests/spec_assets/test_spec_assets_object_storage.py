@@ -52,6 +52,11 @@ def stored_away(finished: Any, server: S3Server, tmp_path_factory: pytest.TempPa
     return site
 
 
+def cache_states(result: dg.ExecuteInProcessResult) -> set[Any]:
+    made = [event.materialization.metadata for event in result.get_asset_materialization_events()]
+    return {metadata["cache"].value for metadata in made if "cache" in metadata}
+
+
 def read_files(var: Path, asset: str) -> dict[str, bytes]:
     folder = ArtifactStore(var).load_current(asset, "small").path
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
@@ -104,7 +109,15 @@ def test_an_unchanged_run_is_a_series_of_hits(stored_away: Any, server: S3Server
     before = [found.path for found in published.list()]
     again = stored_away.run(instance=dg.DagsterInstance.ephemeral())
     assert again.success
-    made = again.get_asset_materialization_events()
-    states = {m.materialization.metadata["cache"].value for m in made if "cache" in m.materialization.metadata}
-    assert states == {"hit"}
+    assert cache_states(again) == {"hit"}
     assert [found.path for found in published.list()] == before
+
+
+def test_conversations_on_the_server_are_the_same_data(stored_away: Any, server: S3Server):
+    server.connect("chats").upload("deep/part.jsonl", stored_away.chats)
+    entry = stored_away.registry / "datasets" / "chats.yaml"
+    entry.write_text(f"files: ['s3://{BUCKET}/chats/**/*.jsonl']\n")
+    stored_away.chats.unlink()
+    again = stored_away.run(instance=dg.DagsterInstance.ephemeral())
+    assert again.success, [event.message for event in again.all_events if event.is_failure]
+    assert cache_states(again) == {"hit"}
