@@ -111,7 +111,7 @@ def _build_torchrun(request: JobRequest) -> str:
 # the script answers the first one with one SIGINT to each torchrun, which torchrun passes on to its ranks.
 _BODY = """\
 {path}marks={marks}  # NODE.began and NODE.exit
-export OMP_NUM_THREADS={threads} TORCH_ELASTIC_SHUTDOWN_TIMEOUT={shutdown} TORCHELASTIC_SIGNALS_TO_HANDLE=SIGINT
+export OMP_NUM_THREADS={threads} TORCH_ELASTIC_SHUTDOWN_TIMEOUT={shutdown} PET_SIGNALS_TO_HANDLE=SIGINT
 rm -f "$marks"/*.began "$marks"/*.exit
 shopt -s nullglob
 

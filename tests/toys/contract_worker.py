@@ -36,9 +36,8 @@ def main(task: str, folder: Path) -> None:
         try:
             if task == "fail" and rank == 1:
                 raise RuntimeError(FAILURE)
-            if task == "die" and not (folder / "died").exists():
-                (folder / "died").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if task == "die":
+                die_in_the_first_torchrun(folder / "died")
             if task == "stuck":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 (folder / f"up.{rank}").touch()
@@ -51,6 +50,14 @@ def main(task: str, folder: Path) -> None:
             pipes.report_custom_message({"report": {"task": task, "steps": steps}})
     if heartbeat is not None:
         heartbeat.close()
+
+
+def die_in_the_first_torchrun(died: Path) -> None:
+    """Kill every rank of the first torchrun, the slower ones too; return in those of another."""
+    torchrun = str(os.getppid())
+    if not died.exists() or died.read_text() in ("", torchrun):
+        died.write_text(torchrun)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def take_steps(folder: Path, rank: int, pipes: PipesContext | None, saves: bool) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-from launcher_contract import LauncherHarness, make_job
+from launcher_contract import LauncherHarness, make_job, wait_until
 from launcher_harnesses import find_processes
 
 from draftworks.config.launchers import parse_launcher
@@ -50,9 +49,13 @@ class SlurmHarness(LauncherHarness):
         return len(self.commands.list_jobs(f"--name={identity.name}", "--states=all"))
 
     def preempt(self) -> None:
+        (running,) = self.scheduler.list()
         script = self.folder / "urgent.sh"
         script.write_text("#!/bin/sh\n#SBATCH --partition=urgent --nodes=2 --exclusive --output=/dev/null\ntrue\n")
-        self.commands.submit(Path(script), {})
+        self.commands.submit(script, {})
+        wait_until(lambda: (seen := self.scheduler.look(running.id)) is None or seen.state.is_final)
+        for up in self.work.glob("up.*"):  # of its last steps
+            up.unlink()
 
     def clean_up(self) -> None:
         for each in self.scheduler.list():

@@ -1,0 +1,127 @@
+"""The graph and its training on a real Slurm of two nodes: the local draft, on one node and on two, cancelled and gone on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from slurm_cluster import SlurmCluster
+
+from draftworks.config.launchers import SlurmLauncherSpec
+from draftworks.config.run_files import TrainRun
+from draftworks.programs.failure import RankFailure
+from draftworks.storage.artifacts import ArtifactStore
+from draftworks.training.checkpoint_files import CheckpointFolder
+from resources.scheduler import JobRequest
+from resources.slurm_scheduler import SlurmScheduler
+from resources.torch_job import JobState, RunDir, TorchJob
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+PATIENCE_S = 180.0
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def cluster(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
+    yield slurm
+    slurm.empty()
+
+
+def find_draft(site: Any) -> Path:
+    return ArtifactStore(site.var).load_current("eagle3_draft", "small").path
+
+
+def write_run(finished: Any, out: Path, **training: Any) -> TrainRun:
+    """The run file of the finished draft, with a folder of its own."""
+    (path,) = finished.site.var.glob("runs/*/eagle3_draft/run.yaml")
+    run = TrainRun.load(path)
+    return run.model_copy(update={"out": out, "training": run.training.model_copy(update=training)})
+
+
+def start(cluster: SlurmCluster, run: TrainRun, folder: Path, nodes: int) -> tuple[SlurmScheduler, str, RunDir]:
+    run.out.mkdir(parents=True, exist_ok=True)
+    file = run.save(folder / "run.yaml")
+    files = RunDir.create(folder / "runs", "0123456789", 0)
+    job = TorchJob("draftworks.programs.train", (str(file),), nodes=nodes, procs_per_node=2 // nodes)
+    scheduler = SlurmScheduler(SlurmLauncherSpec(commands=str(cluster.commands), grace_s=60))
+    env = {"TORCHELASTIC_ERROR_FILE": str(files.error), "PYTHONUNBUFFERED": "1"}
+    return scheduler, scheduler.create(JobRequest("dw-training", job, env, files, folder / "job.json")), files
+
+
+def wait_for_end(scheduler: SlurmScheduler, id: str) -> JobState:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (seen := scheduler.look(id)) or not seen.state.is_final:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return seen.state
+
+
+def wait_for_words(scheduler: SlurmScheduler, id: str, files: RunDir, words: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not files.log.exists() or words not in files.log.read_text():
+        seen = scheduler.look(id)
+        assert seen is not None
+        assert not seen.state.is_final, files.log.read_text()
+        assert time.monotonic() < deadline, files.log.read_text()
+        time.sleep(0.2)
+
+
+def test_the_graph_on_slurm_gives_the_local_draft_bit_for_bit(finished: Any, cluster: SlurmCluster, tmp_path: Path):
+    site = finished.site.copy(tmp_path / "site")
+    shutil.rmtree(site.var)
+    launcher = {"kind": "slurm", "commands": str(cluster.commands), "poll_interval_s": 0.2}
+    (site.registry / "deployment.yaml").write_text(yaml.safe_dump({"launcher": launcher}))
+    job = site.definitions().resolve_job_def("everything")
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = job.execute_in_process(partition_key="small", raise_on_error=False, instance=instance)
+    assert result.success, [event.message for event in result.all_events if event.is_failure]
+    for asset in ("eagle3_draft", "eagle3_export"):
+        here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished.site))
+        weights = [path.relative_to(there.path) for path in there.path.rglob("*.safetensors")]
+        kept = [path for path in weights if "checkpoints" not in path.parts]
+        assert kept
+        assert [path for path in kept if (here.path / path).read_bytes() != (there.path / path).read_bytes()] == []
+    for asset in ("training_features", "eagle3_draft"):
+        here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished.site))
+        assert (here.path.name, here.data_version) == (there.path.name, there.data_version), asset
+    assert cluster.ask("squeue", "--noheader") == ""
+    assert not list(site.var.rglob("job.json"))
+
+
+@pytest.mark.parametrize("shard_within", ["job", "node"])
+def test_two_nodes_train_what_one_does(finished: Any, shard_within: str, cluster: SlurmCluster, tmp_path: Path):
+    run = write_run(finished, tmp_path / "out", shard_within=shard_within)
+    scheduler, id, files = start(cluster, run, tmp_path, nodes=2)
+    assert wait_for_end(scheduler, id) is JobState.SUCCEEDED, files.log.read_text()
+    found, expected = load_file(tmp_path / "out" / WEIGHTS), load_file(find_draft(finished.site) / WEIGHTS)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_cancelled_training_leaves_a_checkpoint_and_goes_on(
+    finished: Any, nodes: int, cluster: SlurmCluster, tmp_path: Path
+):
+    run = write_run(finished, tmp_path / "out", epochs=2000.0, save_every=0, log_every=1)
+    scheduler, id, files = start(cluster, run, tmp_path / "first", nodes)
+    wait_for_words(scheduler, id, files, "step=3")
+    cluster.ask("scancel", id)
+    assert wait_for_end(scheduler, id) is JobState.CANCELLED
+    failures = [RankFailure.read(path) for path in files.ranks.rglob("error.json")]
+    assert len(failures) == 2
+    assert all(failure is not None and failure.interrupted for failure in failures), files.log.read_text()
+    saved = CheckpointFolder(run.checkpoints, run.run_id).steps()
+    assert saved, files.log.read_text()
+    scheduler, id, files = start(cluster, run, tmp_path / "second", nodes)
+    wait_for_words(scheduler, id, files, f"step={saved[-1] + 1}")
+    scheduler.end(id, 60)
+    assert CheckpointFolder(run.checkpoints, run.run_id).steps()[-1] > saved[-1]
