@@ -17,6 +17,7 @@ from pydantic import Field
 from draftworks.config.launcher_base import SchedulerLauncherSpec
 from draftworks.config.launchers import parse_launcher
 from draftworks.errors import LauncherError
+from draftworks.storage.shared_folder import write_folder_token
 from resources.bookmark import Bookmark
 from resources.dead_runs import JOB_TAG, has_run_process_ended
 from resources.job_adoption import Adoption
@@ -186,7 +187,8 @@ class SchedulerLauncher(TorchLauncher):
     def _create(
         self, job: TorchJob, identity: JobIdentity, env: Mapping[str, str], files: RunDir, again: bool = False
     ) -> str:
-        env = {**env, **make_error_environment(files)}
+        token = write_folder_token(files.path)
+        env = {**env, **make_error_environment(files), **token.to_env()}
         fewest = self.spec.least_nodes if again and self.spec.least_nodes < job.nodes else None
         return self.scheduler.create(JobRequest(identity.name, job, env, files, identity.claim, fewest))
 
@@ -204,6 +206,9 @@ class SchedulerLauncher(TorchLauncher):
             return self._submit_again(handle, reason)
         if seen is None or failed:
             return JobStatus(JobState.FAILED, None, reason)
+        if not handle.files.ranks.exists():
+            unseen = f"none of its processes has used the folder {handle.files.path}, which every node has to mount"
+            reason = f"{reason}; {unseen}" if reason else unseen
         return JobStatus(seen.state, None, reason)
 
     def _wait_for_failure(self, files: RunDir) -> bool:

@@ -1,7 +1,8 @@
 """Sensors and schedules.
 
 They are off by default. `automation: true` in registry/deployment.yaml turns on the re-evaluation after changes and on
-schedule. A switch in the UI takes precedence.
+schedule, and a launcher whose jobs live in a scheduler the sensor that ends those without a run. A switch in the UI takes
+precedence.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dagster as dg
 
 from draftworks.targets.registry import Registry
+from sensors.orphans import make_orphan_sensor
 from sensors.reevaluation import make_reevaluation_sensor
 from sensors.registry import make_registry_sensor
 from sensors.schedules import make_evaluation_schedules
@@ -20,6 +22,7 @@ def make_sensors(registry: Registry) -> list[dg.SensorDefinition]:
     return [
         make_registry_sensor(registry.list_targets()),
         make_reevaluation_sensor(registry.list_targets(), status, deployment.reevaluation_interval_s),
+        make_orphan_sensor(registry),
     ]
 
 
