@@ -23,7 +23,7 @@ def identify_job(asset: str, partition: str, run: RunFile, path: Path, role: str
 
     Args:
         path: the saved run file.
-        role: the program of a job that runs beside that of the asset.
+        role: name of a job that runs beside that of the asset, among the others of the asset.
     """
     result = run.out.name.removesuffix(PARTIAL)
     text = read_bytes(path, _MOST_BYTES).decode()

@@ -291,11 +291,17 @@ def make_companion(
     python: Path | None = None,
     serves: bool = False,
     restarts: int = 0,
+    name: str | None = None,
 ) -> Companion:
     """Write the run file of a program to run beside another one, with arguments as `launch` and `Companion`; its log is
-    its own."""
-    folder = locate_step_folder(context, workspace) / program
-    job = _make_job(context, workspace, folder, program, run, processes, device, python, is_beside=True)
+    its own.
+
+    Args:
+        name: of its folder, where several companions run one program; the program by default.
+    """
+    name = name or program
+    folder = locate_step_folder(context, workspace) / name
+    job = _make_job(context, workspace, folder, program, run, processes, device, python, role=name)
     return Companion(job, folder, serves, restarts)
 
 
@@ -333,11 +339,10 @@ def _make_job(
     processes: int,
     device: str,
     python: Path | None,
-    is_beside: bool = False,
+    role: str = "",
 ) -> TorchJob:
     path = run.save(folder / "run.yaml")
     place = workspace.resolve_launcher(context.partition_key, program)
-    role = program if is_beside else ""
     extra = {} if python is None else build_program_environment(python, folder / "package")
     return TorchJob(
         module=f"draftworks.programs.{program}",

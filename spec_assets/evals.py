@@ -22,7 +22,7 @@ from draftworks.storage.identity import digest
 from draftworks.storage.records import EvalData
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, launch, obtain_result, read_partition, report_check, report_result, require_target
+from spec_assets.common import asset, obtain_result, read_partition, report_check, report_result, require_target
 from spec_assets.data import Conversations, answer_conversations, check_supervised_share, choose_greedy_settings
 from spec_assets.features import (
     VERIFIED,
@@ -33,6 +33,7 @@ from spec_assets.features import (
     select_stream_versions,
 )
 from spec_assets.metadata import describe_rejections, select_figures
+from spec_assets.workers import launch_workers
 
 CAPTURE_REPORT = "capture.json"
 
@@ -229,7 +230,9 @@ class EvalSubject:
                 sglang=self.workspace.sglang,
             )
             python = self.workspace.find_python(capture)
-            job = launch(context, launcher, self.workspace, "capture", run, capture.processes, capture.device, python)
+            job = launch_workers(
+                context, launcher, self.workspace, "capture", run, capture.processes, capture.device, python
+            )
             publish_json(out / CAPTURE_REPORT, job.report)
 
         entry = cache.get_or_produce(config, produce, self.inputs)

@@ -15,6 +15,7 @@ from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, report_result
 from spec_assets.metadata import format_bytes
+from spec_assets.workers import launch_workers
 
 GROUP = "features"
 VERIFIED = "features_verified"
@@ -61,8 +62,11 @@ def training_features(
             sglang=workspace.sglang,
         )
         python = workspace.find_python(spec.capture)
-        program, processes = ("capture", spec.capture.processes) if spec.streaming is None else ("plan", 1)
-        job = launch(context, launcher, workspace, program, run, processes, spec.capture.device, python)
+        device = spec.capture.device
+        if spec.streaming is None:
+            job = launch_workers(context, launcher, workspace, "capture", run, spec.capture.processes, device, python)
+        else:
+            job = launch(context, launcher, workspace, "plan", run, 1, device, python)
         return BuildResult(data_version=job.report["data_version"], summary=job.report)
 
     def still_stored(artifact: Artifact) -> bool:

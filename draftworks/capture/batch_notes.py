@@ -1,8 +1,8 @@
 """Batches of a capture, fixed when it begins: the composition of a batch decides the last bits of its features.
 
 The samples that lack features when a capture begins are written to a note beside the store. A capture that resumes
-after an interruption cuts the same batches from that note, on any number of ranks. A batch of which some features are
-stored already is computed whole.
+after an interruption, and a job that joins it later, cut the same batches and the same windows of batches from that note, on
+any number of ranks. A batch of which some features are stored already is computed whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.capture.engine import find_backend
-from draftworks.capture.plan import CapturePlan, SampleJob, StreamPlan, make_batches
+from draftworks.capture.plan import CapturePlan, SampleJob, StreamPlan, make_batches, make_windows
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import StoreError
@@ -39,10 +39,12 @@ class BatchNote:
     Attributes:
         world: number of ranks when the capture began.
         rows: indices of the samples in the tokenized set, ascending; of samples with the same tokens, the first.
+        sizes: bytes of the features that each of `rows` lacked; empty in notes of earlier versions.
     """
 
     world: int
     rows: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def read_or_write(cls, run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], world: int) -> BatchNote:
@@ -55,14 +57,15 @@ class BatchNote:
             StoreError: the note cannot be written or read.
         """
         path = _find_note(run, tokens)
-        note = cls(world, tuple(sorted(job.row for job in plan.jobs)))
+        jobs = sorted(plan.jobs, key=lambda job: job.row)
+        note = cls(world, tuple(job.row for job in jobs), tuple(plan.count_bytes(job) for job in jobs))
         try:
             existing = cls._read(path, len(tokens))
             if existing is not None:
                 return existing
             path.parent.mkdir(parents=True, exist_ok=True)
             _sweep(path.parent)
-            _publish_once(path, {"world": world, "rows": note.rows})
+            _publish_once(path, {"world": world, "rows": note.rows, "sizes": note.sizes})
             return cls._read(path, len(tokens)) or note
         except OSError as error:
             raise StoreError(
@@ -75,19 +78,23 @@ class BatchNote:
         """Return the note, or None if there is none or it is unreadable: missing features are then batched anew."""
         try:
             value = read_json(path)
-            world, rows = value["world"], tuple(value["rows"])
+            world, rows, sizes = value["world"], tuple(value["rows"]), tuple(value.get("sizes", ()))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return _discard_unreadable(path)
-        sound = all(type(n) is int for n in (world, *rows)) and world > 0 and list(rows) == sorted(set(rows))
-        return cls(world, rows) if sound and all(0 <= row < samples for row in rows) else _discard_unreadable(path)
+        sound = all(type(n) is int for n in (world, *rows, *sizes)) and world > 0 and list(rows) == sorted(set(rows))
+        sound = sound and len(sizes) in (0, len(rows))
+        return (
+            cls(world, rows, sizes) if sound and all(0 <= row < samples for row in rows) else _discard_unreadable(path)
+        )
 
 
-def cut_batches(
-    run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], rank: int, world: int
-) -> list[list[SampleJob]]:
-    """Return this rank's batches, in their order.
+Windows = list[Sequence[Sequence[SampleJob]]]
+
+
+def cut_windows(run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], rank: int, world: int) -> Windows:
+    """Return this rank's batches in their order, in windows of about a shard; those with nothing to store are left out.
 
     For a backend whose batches are repeatable, jobs without missing features stay in their batch: they are computed
     with the others and not stored. For other backends, only samples with missing features are computed.
@@ -95,11 +102,11 @@ def cut_batches(
     Raises:
         StoreError: the note of the missing samples cannot be written or read.
     """
-    limit = run.capture.batch_tokens
+    limit, shard_bytes = run.capture.batch_tokens, run.capture.shard_mb << 20
     if not plan.jobs:
         return []
     if not find_backend(run.capture.backend).repeatable:
-        return list(make_batches(plan.select_share(rank, world), limit))
+        return list(make_windows(make_batches(plan.select_share(rank, world), limit), plan.count_bytes, shard_bytes))
     note = BatchNote.read_or_write(run, plan, tokens, world)
     missing_jobs = {job.row: job for job in plan.jobs}
     shares: list[list[SampleJob]] = [[] for _ in range(note.world)]
@@ -108,9 +115,12 @@ def cut_batches(
         shares[job.choose_rank(note.world)].append(job)
     of_ranks = [[*make_batches(share, limit)] for share in shares]
     own = of_ranks[rank] if note.world == world else [batch for batches in of_ranks for batch in batches][rank::world]
-    repeated = [batch for batch in own if any(job.missing for job in batch)]
+    sizes = dict(zip(note.rows, note.sizes, strict=False))
+    windows = make_windows(own, lambda job: sizes.get(job.row, plan.count_bytes(job)), shard_bytes)
+    lacking = [[batch for batch in window if any(job.missing for job in batch)] for window in windows]
     lost_since = [job for _, job in sorted(missing_jobs.items()) if job.choose_rank(world) == rank]
-    return [*repeated, *make_batches(lost_since, limit)]
+    again = make_windows(make_batches(lost_since, limit), plan.count_bytes, shard_bytes)
+    return [*filter(None, lacking), *again]
 
 
 def remove_note(run: CaptureRun, tokens: Sequence[TokenRow]) -> None:

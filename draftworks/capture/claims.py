@@ -104,6 +104,7 @@ class Claims:
     def _claim(self, claim: Path, holding: ExitStack, keys: frozenset[str]) -> Claimed:
         self._folder.mkdir(exist_ok=True)
         with self._lock_folder():
+            self._sweep()
             left, busy = keys, None
             for path in self._folder.glob("*.keys"):
                 others = self._read_active_claim(path)
@@ -117,6 +118,15 @@ class Claims:
             with publish_file(claim.with_suffix(".keys")) as staging:
                 staging.write_text("".join(f"{key}\n" for key in left))
         return Claimed(left, busy)
+
+    def _sweep(self) -> None:
+        """Remove what processes killed while they made or gave back a claim have left; the folder's lock is held."""
+        for path in self._folder.glob(".*"):
+            if path.is_file():
+                path.unlink(missing_ok=True)
+        for lock in self._folder.glob("*.lock"):
+            if lock.is_file() and not lock.with_suffix(".keys").exists() and self._watch.look(lock).is_free:
+                lock.unlink(missing_ok=True)
 
     def _lock_folder(self) -> AbstractContextManager[Lease]:
         busy = f"another process has locked {self._folder}: waiting for it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,13 +201,13 @@ def make_batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[
 
 
 def make_windows(
-    plan: CapturePlan, batches: Iterable[Sequence[SampleJob]], nbytes: int
+    batches: Iterable[Sequence[SampleJob]], count_bytes: Callable[[SampleJob], int], nbytes: int
 ) -> Iterator[list[Sequence[SampleJob]]]:
-    """Yield windows of consecutive batches that together store at most `nbytes`, or of a single batch."""
+    """Yield windows of consecutive batches that together have at most `nbytes`, or of a single batch."""
     window: list[Sequence[SampleJob]] = []
     size = 0
     for batch in batches:
-        more = sum(plan.count_bytes(job) for job in batch)
+        more = sum(count_bytes(job) for job in batch)
         if window and size + more > nbytes:
             yield window
             window, size = [], 0

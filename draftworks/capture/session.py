@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftworks.capture.batch_notes import cut_batches, remove_note
+from draftworks.capture.batch_notes import Windows, cut_windows, remove_note
 from draftworks.capture.claims import Claims, Share, share_out
 from draftworks.capture.engine import TargetEngine, find_backend
 from draftworks.capture.in_flight import InFlight, InFlightBudget, RequestSize
@@ -25,7 +25,6 @@ from draftworks.capture.plan import (
     StreamPlan,
     make_refs,
     make_set_identity,
-    make_windows,
     plan_capture,
     require_budget,
 )
@@ -108,7 +107,7 @@ def capture_missing(
     plan = plan_capture(run, tokens, store)
     log.info(plan.describe())
     require_budget(plan, run)
-    session = _Session(run, plan, store, tokens, cut_batches(run, plan, tokens, rank, world), progress, confirm)
+    session = _Session(run, plan, store, tokens, cut_windows(run, plan, tokens, rank, world), progress, confirm)
     try:
         return session.run(engine_factory)
     finally:
@@ -183,15 +182,15 @@ class _Session:
         plan: CapturePlan,
         store: KeyedFeatureStore,
         tokens: Sequence[TokenRow],
-        batches: Sequence[Sequence[SampleJob]],
+        windows: Windows,
         progress: ProgressCallback | None,
         confirm: Confirmation | None,
     ) -> None:
         self._run = run
         self._plan = plan
         self._store = store
-        self._batches = batches
-        self._jobs = [job for batch in batches for job in batch if job.missing]
+        self._windows = windows
+        self._jobs = [job for window in windows for batch in window for job in batch if job.missing]
         self._progress = progress
         self._confirm = confirm
         self._held: list[tuple[SampleJob, dict[str, Tensor]]] = []
@@ -207,7 +206,7 @@ class _Session:
         """Capture this rank's jobs; features that another process is capturing into this store are left to it."""
         started = time.monotonic()
         shares = share_out(
-            list(make_windows(self._plan, self._batches, self._run.capture.shard_mb << 20)),
+            self._windows,
             self._store,
             Claims(self._run.store.root),
             keep_whole_batches=find_backend(self._run.capture.backend).repeatable,

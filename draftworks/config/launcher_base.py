@@ -38,6 +38,12 @@ class LauncherSpec(Spec):
     min_nodes: int | None = Field(
         default=None, ge=1, description="Fewest machines that a job goes on with after one was lost; null: `nodes`."
     )
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="Jobs that share the work of one partition, each of as many ranks as one would have; for the programs "
+        "capture and regenerate. Whatever the number, the result is the same.",
+    )
     programs: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="By program (train, capture, evaluate ...): keys of this section that differ for its jobs.",

@@ -31,6 +31,8 @@ VOCAB_FILE = "vocab.safetensors"
 """The mapping in the folder of a `vocab_mapping` result, and of a draft that was trained with it."""
 
 
+WORKER_FIGURES = "figures.json"
+"""In `out` of a job that takes parts of another's work: numbers to be added to those of the other's report."""
 CHECKPOINTS_FOLDER = "checkpoints"
 """A training's checkpoints in the folder of its draft."""
 
@@ -116,7 +118,18 @@ class TargetRun(RunFile):
     target: TargetFiles
 
 
-class RegenerateRun(TargetRun):
+class SharedRun(TargetRun):
+    """Base of run files whose work several jobs may share. Jobs with the same work and another number take parts of it."""
+
+    worker: int = Field(
+        default=0,
+        ge=0,
+        description="Number of this job among those that share the work. Job 0 makes the result; the others need an `out` of "
+        "their own, and write only their figures there.",
+    )
+
+
+class RegenerateRun(SharedRun):
     """Generate the target's answers to conversations: writes the sets `out/conversations` and `out/tokens`."""
 
     conversations: Path = Field(description="Folder of a conversations set.")
@@ -136,7 +149,7 @@ class RegenerateRun(TargetRun):
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
 
 
-class CaptureRun(TargetRun):
+class CaptureRun(SharedRun):
     """Capture hidden states of a tokenized set into the feature store: writes refs.jsonl and manifest.json into `out`."""
 
     tokens: Path = Field(description="Folder of a tokenized set.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -10,18 +11,23 @@ from typing import Any
 from draftworks.capture.engine import TargetEngine, load_engine
 from draftworks.capture.probe.probe import EngineProbe, ProbeReport
 from draftworks.capture.recheck import recheck
-from draftworks.capture.session import capture_missing, write_manifest
-from draftworks.config.run_files import CaptureRun
+from draftworks.capture.session import CaptureSummary, capture_missing, write_manifest
+from draftworks.config.run_files import WORKER_FIGURES, CaptureRun
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.distributed.process_group import open_process_group
 from draftworks.features.open_store import open_store
 from draftworks.programs.assembly import make_engine_place, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
+from draftworks.storage.atomic import publish_json
 
 
 def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Capture the hidden states of a tokenized set. Ranks share the samples; each writes its own shards."""
+    """Capture the hidden states of a tokenized set. Ranks share the samples; each writes its own shards.
+
+    Several jobs share the work by claims on the store. All but job 0 end when there is nothing left to capture; job 0 then
+    writes the feature set.
+    """
     tokens = TokenizedSet.open(run.tokens)
     started = time.monotonic()
     with (
@@ -50,12 +56,15 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         summaries = gather_from_ranks(summary)  # also the barrier before the manifest is written
         if not ctx.is_main:
             return {}
+        figures = _add_up(summaries)
+        if run.worker:
+            publish_json(run.out / WORKER_FIGURES, figures)
+            return figures
         manifest = write_manifest(run, tokens, [each for summary in summaries for each in summary.failed])
         store = open_store(run.store)
         engine, report = load_and_probe()
         check = recheck(engine, store, manifest.refs, tokens)
         store.close()
-    captured_tokens = sum(each.tokens for each in summaries)
     return {
         "data_version": manifest.data_version,
         "samples": len(manifest.refs),
@@ -64,13 +73,23 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         "stream_versions": manifest.stream_versions,
         "bytes": manifest.nbytes,
         "bytes_per_token": round(manifest.nbytes / manifest.tokens, 1),
-        "captured_samples": sum(each.captured for each in summaries),
+        "captured_samples": figures["captured_samples"],
         "failed_samples": len(tokens) - len(manifest.refs),
-        "captured_bytes": sum(each.nbytes for each in summaries),
-        "tokens_per_second": round(captured_tokens / max(each.seconds for each in summaries)) if captured_tokens else 0,
+        "captured_bytes": figures["captured_bytes"],
+        "tokens_per_second": figures["tokens_per_second"],
         "seconds": round(time.monotonic() - started, 2),
         "verification": check.to_json(),
         "probe": report.to_json(),
+    }
+
+
+def _add_up(summaries: Sequence[CaptureSummary]) -> dict[str, int]:
+    """Return the figures of what the ranks captured; those of several jobs add up too."""
+    tokens, seconds = sum(each.tokens for each in summaries), max(each.seconds for each in summaries)
+    return {
+        "captured_samples": sum(each.captured for each in summaries),
+        "captured_bytes": sum(each.nbytes for each in summaries),
+        "tokens_per_second": round(tokens / seconds) if tokens else 0,
     }
 
 

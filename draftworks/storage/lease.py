@@ -24,6 +24,7 @@ from draftworks.storage.lease_file import (
     LeaseTimes,
     LeaseWatch,
     read_owner,
+    sweep_staging,
 )
 
 UNKNOWN_OWNER = "an unknown process"
@@ -113,6 +114,8 @@ class LeasePath:
             if older < number:
                 with suppress(FileNotFoundError):
                     (self._folder / str(older)).unlink()
+        if state in (LeaseState.ENDED, LeaseState.EXPIRED):
+            sweep_staging(self._folder, (self._folder / str(number)).stat().st_mtime, self._times.lease_s)
         if state is LeaseState.EXPIRED:
             time.sleep(self._times.lease_s * PAUSE_OF_EXPIRED)
         return Lease(self._folder, number, file)

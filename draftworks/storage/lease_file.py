@@ -24,6 +24,8 @@ from draftworks.storage.process_place import Place, ProcessPlace
 
 LONGEST_GAP_S = 5.0
 """Longest time between two looks that counts as watched: the file server, or the watcher, may have stood still."""
+STAGING = ".lease-"
+"""Begin of the names of lease files that have no name yet."""
 _MAX_BYTES = 4096
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _GONE = (errno.ENOENT, errno.ESTALE)
@@ -65,21 +67,8 @@ class LeaseFile:
             OSError: the folder is missing, not writable or full.
         """
         owner = {**asdict(ProcessPlace.own()), "since": time.time()}
-        content = json.dumps(owner).encode()
-        staging = path.with_name(f".{path.name}.{uuid4().hex[:12]}.tmp")
-        handle = os.open(staging, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            os.write(handle, content)
-            created = _link_exclusively(staging, path, handle)
-        except BaseException:
-            os.close(handle)
-            raise
-        finally:
-            staging.unlink(missing_ok=True)
-        if not created:
-            os.close(handle)
-            return None
-        return cls(path, handle, times.renew_s)
+        handle = _create_exclusively(path, json.dumps(owner).encode())
+        return None if handle is None else cls(path, handle, times.renew_s)
 
     def renew(self) -> None:
         """Set the file's times; without effect once it is released. Raises OSError if the file cannot be reached."""
@@ -111,33 +100,60 @@ class LeaseFile:
                 self.renew()
 
 
-def _link_exclusively(staging: Path, path: Path, handle: int) -> bool:
+def _create_exclusively(path: Path, content: bytes) -> int | None:
+    """Create a file with its content in one step; return its handle, None if it exists."""
+    staging = path.with_name(f"{STAGING}{uuid4().hex}")
+    handle = os.open(staging, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        os.write(handle, content)
+        if _link(staging, path, handle):
+            made, handle = handle, -1
+            return made
+        return None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_then_write(path, content)
+    finally:
+        if handle >= 0:
+            os.close(handle)
+        staging.unlink(missing_ok=True)
+
+
+def _link(staging: Path, path: Path, handle: int) -> bool:
     """Give a file its name unless that exists. Where a network lost the answer, the number of links tells."""
     try:
         os.link(staging, path)
         return True
     except FileExistsError:
         return os.fstat(handle).st_nlink == 2
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
+    except FileNotFoundError:
+        if not path.parent.is_dir():
             raise
-    return _rename_exclusively(staging, path)
+        return False  # this process stood still for so long that another one has swept its file
 
 
-def _rename_exclusively(staging: Path, path: Path) -> bool:
-    """Do the same where there are no hard links: who creates the guard's folder may rename."""
-    guard = path.with_name(f".{path.name}.guard")
+def _create_then_write(path: Path, content: bytes) -> int | None:
+    """Do the same where there are no hard links; a process that is killed in between leaves a file that names nobody."""
     try:
-        guard.mkdir()
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
-        return False
-    try:
-        if path.exists():
-            return False
-        os.rename(staging, path)
-        return True
-    finally:
-        guard.rmdir()
+        return None
+    os.write(handle, content)
+    return handle
+
+
+def sweep_staging(folder: Path, now: float, age_s: float) -> None:
+    """Remove files that processes killed in `LeaseFile.create` left in a folder.
+
+    Args:
+        now: the file server's time, of a file that it has just written.
+    """
+    for name in os.listdir(folder):
+        path = folder / name
+        with suppress(OSError):
+            if name.startswith(STAGING) and now - path.stat().st_mtime > age_s:
+                path.unlink()
 
 
 class LeaseState(Enum):

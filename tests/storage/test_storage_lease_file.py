@@ -23,6 +23,7 @@ from draftworks.storage.lease_file import (
     LeaseTimes,
     LeaseWatch,
     read_owner,
+    sweep_staging,
 )
 from draftworks.storage.process_place import ProcessPlace
 
@@ -77,6 +78,14 @@ def test_a_file_system_without_hard_links_has_leases_too(path: Path, monkeypatch
     assert LeaseWatch().look(path) is LeaseState.HELD
     held.remove()
     assert list(path.parent.iterdir()) == []
+
+
+def test_what_killed_processes_left_is_swept_and_what_is_new_is_not(path: Path):
+    for name, age in ((".lease-old", 100), (".lease-new", 0), ("5", 100)):
+        (path.parent / name).touch()
+        os.utime(path.parent / name, (1000 - age,) * 2)
+    sweep_staging(path.parent, 1000, age_s=60)
+    assert {each.name for each in path.parent.iterdir()} == {".lease-new", "5"}
 
 
 def test_a_link_whose_answer_was_lost_counts_as_made(path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,40 @@
+"""Several jobs that share the work of one partition make what one job makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dagster as dg
+from conftest import Site, new_site
+
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+
+MADE = ("conversations", "responses", "tokenized_train", "training_features")
+
+
+def prepare(folder: Path, tiny_folder: Path, workers: int) -> Site:
+    site = new_site(folder, tiny_folder, conversations=40)
+    (site.registry / "deployment.yaml").write_text(
+        f"launcher: {{programs: {{capture: {{workers: {workers}}}, regenerate: {{workers: {workers}}}}}}}\n"
+    )
+    selection = [*MADE, "target_model", "dataset", "recipe"]
+    result = site.run("prepare", asset_selection=[dg.AssetKey(name) for name in selection])
+    assert result.success, [event.message for event in result.all_events if event.is_failure]
+    return site
+
+
+def test_workers_change_no_result(tmp_path: Path, tiny_folder: Path):
+    sites = [prepare(tmp_path / str(workers), tiny_folder, workers) for workers in (1, 3)]
+
+    def load(name: str) -> list[Artifact]:
+        return [ArtifactStore(site.var).load_current(name, "small") for site in sites]
+
+    for name in MADE:
+        one, three = load(name)
+        assert one.path.name == three.path.name, "workers are in no identity"
+        assert one.data_version == three.data_version
+        assert one.files.keys() == three.files.keys()
+    one, three = load("training_features")
+    assert one.summary["captured_samples"] == three.summary["captured_samples"]
+    logs = sorted(path.name for path in sites[1].var.glob("runs/*/training_features/*") if path.is_dir())
+    assert [name for name in logs if name.startswith("capture")] == ["capture-1", "capture-2"]
