@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from draftworks.distributed.process_group import open_process_group, resolve_device
+from draftworks.distributed.process_group import find_interface, open_process_group, resolve_device
 from draftworks.errors import ConfigError
 
 
@@ -24,3 +24,8 @@ def test_missing_gpu_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "99")
     with pytest.raises(ConfigError, match="process 99 finds . GPU"):
         resolve_device("cuda")
+
+
+def test_the_interface_is_the_one_that_leads_to_the_first_rank() -> None:
+    assert find_interface("127.0.0.1") in ("lo", "lo0")
+    assert find_interface("no-such-host.invalid") is None

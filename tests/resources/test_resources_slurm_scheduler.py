@@ -144,22 +144,6 @@ def test_preemption_lets_a_job_save(tmp_path: Path, cluster: SlurmCluster) -> No
     wait_until(lambda: cluster.ask("squeue", "--noheader", f"--jobs={urgent}", "--states=COMPLETED"))
 
 
-def test_a_lost_node_is_told_from_a_failure(tmp_path: Path, cluster: SlurmCluster) -> None:
-    scheduler = make_scheduler(cluster, grace_s=3)
-    request = make_request(tmp_path / "two", "steps", nodes=2, procs=1)
-    id = scheduler.create(request)
-    wait_until(lambda: request.files.log.exists() and "step=" in request.files.log.read_text())
-    cluster.lose_node("n2")
-    try:
-        ended = wait_for_end(scheduler, id)
-        assert (ended.state, ended.lost) == (JobState.FAILED, True), request.files.log.read_text()
-        again = make_request(tmp_path / "one", "sum", nodes=2, procs=1, min_nodes=1)
-        assert wait_for_end(scheduler, scheduler.create(again)).state is JobState.SUCCEEDED
-        assert '"ranks": 1' in again.files.log.read_text()
-    finally:
-        cluster.start_node("n2")
-
-
 def test_refusals_are_told_in_slurms_words(tmp_path: Path, cluster: SlurmCluster) -> None:
     for settings, words in (
         ({"partition": "nowhere"}, "invalid partition specified: nowhere"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +22,11 @@ from draftworks.config.run_files import TrainRun
 from draftworks.programs.failure import RankFailure
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.training.checkpoint_files import CheckpointFolder
+from draftworks.training.history import History
 from resources.scheduler import JobRequest
+from resources.scheduler_launcher import SchedulerLauncher
 from resources.slurm_scheduler import SlurmScheduler
-from resources.torch_job import JobState, RunDir, TorchJob
+from resources.torch_job import JobIdentity, JobState, RunDir, TorchJob
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PATIENCE_S = 180.0
@@ -107,12 +111,43 @@ def test_two_nodes_train_what_one_does(finished: Any, shard_within: str, cluster
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_cancelled_training_leaves_a_checkpoint_and_goes_on(
-    finished: Any, nodes: int, cluster: SlurmCluster, tmp_path: Path
-):
+def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster: SlurmCluster, tmp_path: Path):
+    run = write_run(finished, tmp_path / "out", epochs=40.0, save_every=10, log_every=5)
+    run.out.mkdir()
+    file = run.save(tmp_path / "run.yaml")
+    own = {"kind": "slurm", "commands": str(cluster.commands), "poll_interval_s": 0.2, "nodes": 2, "min_nodes": 1}
+    identity = JobIdentity("dw-lost", tmp_path / "job.json", "small/draft", run.checkpoints)
+    job = TorchJob("draftworks.programs.train", (str(file),), nodes=2, identity=identity)
+    reports = []
+
+    @dg.asset
+    def draft(context) -> None:
+        launcher = SchedulerLauncher(settings=json.dumps(own), files_lag_s=1.0)
+        reports.append(launcher.run(context, job, run_dir=tmp_path / "runs"))
+
+    def lose_a_node() -> None:
+        while not CheckpointFolder(run.checkpoints, run.run_id).steps():
+            time.sleep(0.1)
+        cluster.lose_node("n2")
+
+    thread = threading.Thread(target=lose_a_node, daemon=True)
+    thread.start()
+    try:
+        with dg.DagsterInstance.ephemeral() as instance:
+            dg.materialize([draft], instance=instance)
+    finally:
+        thread.join(1)
+        cluster.start_node("n2")
+    (done,) = reports
+    assert done.metadata["submissions"] == 2
+    first, second = History.load(tmp_path / "out" / "history.json").sessions
+    assert (first.start_step, first.world_size, second.world_size) == (0, 2, 1)
+    assert second.start_step > 0
+
+
+def test_a_cancelled_training_leaves_a_checkpoint_and_goes_on(finished: Any, cluster: SlurmCluster, tmp_path: Path):
     run = write_run(finished, tmp_path / "out", epochs=2000.0, save_every=0, log_every=1)
-    scheduler, id, files = start(cluster, run, tmp_path / "first", nodes)
+    scheduler, id, files = start(cluster, run, tmp_path / "first", nodes=1)
     wait_for_words(scheduler, id, files, "step=3")
     cluster.ask("scancel", id)
     assert wait_for_end(scheduler, id) is JobState.CANCELLED
@@ -121,7 +156,7 @@ def test_a_cancelled_training_leaves_a_checkpoint_and_goes_on(
     assert all(failure is not None and failure.interrupted for failure in failures), files.log.read_text()
     saved = CheckpointFolder(run.checkpoints, run.run_id).steps()
     assert saved, files.log.read_text()
-    scheduler, id, files = start(cluster, run, tmp_path / "second", nodes)
+    scheduler, id, files = start(cluster, run, tmp_path / "second", nodes=1)
     wait_for_words(scheduler, id, files, f"step={saved[-1] + 1}")
     scheduler.end(id, 60)
     assert CheckpointFolder(run.checkpoints, run.run_id).steps()[-1] > saved[-1]
