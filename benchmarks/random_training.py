@@ -22,7 +22,7 @@ STREAMS = ("hf2", "hf4", "hf5", "last")
 RANKS = 2
 
 
-def write_random_training(folder: Path, steps: int) -> TrainRun:
+def write_random_training(folder: Path, steps: int, samples: int = 33, lengths: range = range(8, 40)) -> TrainRun:
     """Write random features for the embedded target; return a run that trains on them and saves after every step."""
     target = digest_target_files(
         TargetFiles(
@@ -38,7 +38,8 @@ def write_random_training(folder: Path, steps: int) -> TrainRun:
         )
     )
     train, heldout = (
-        write_random_set(folder, name, samples, target) for name, samples in (("train", 33), ("heldout", 24))
+        write_random_set(folder, "train", samples, target, lengths),
+        write_random_set(folder, "heldout", 24, target),
     )
     vocab = folder / "vocab.safetensors"
     build_vocab_mapping(count_supervised_tokens(TokenizedSet.open(train.tokens), target.vocab_size), 64).save(vocab)
@@ -67,13 +68,15 @@ def write_random_training(folder: Path, steps: int) -> TrainRun:
     )
 
 
-def write_random_set(folder: Path, name: str, samples: int, target: TargetFiles) -> FeatureSet:
-    """Write the tokens and features of samples of 8 to 39 tokens."""
+def write_random_set(
+    folder: Path, name: str, samples: int, target: TargetFiles, lengths: range = range(8, 40)
+) -> FeatureSet:
+    """Write the tokens and features of samples of 8 to 39 tokens, or of other lengths."""
     generator = torch.Generator().manual_seed(samples)
     store = LocalFeatureStore(folder / "store")
     rows, refs = [], []
     for index in range(samples):
-        length = int(torch.randint(8, 40, (), generator=generator))
+        length = int(torch.randint(lengths.start, lengths.stop, (), generator=generator))
         tokens = torch.randint(0, 100, (length,), generator=generator)
         row = TokenRow(f"{name}{index}", tokens.int().numpy(), np.arange(length) >= 3)
         keys = {stream: f"{name}-{index}-{stream}" for stream in STREAMS}

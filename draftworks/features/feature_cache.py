@@ -1,8 +1,7 @@
 """A folder of features that were read from elsewhere, of bounded size, shared by the processes of a machine.
 
-    folder/ab/{key}-{checksum}     the bytes of one feature, named by what they are
-    folder/used                    bytes of all of them, written or about to be
-    folder/lock                    held while `used` changes and while files are evicted
+    folder/ab/{digest}     features of a sample that were read together, named by their keys and checksums
+    folder/used            bytes of all files, written or about to be; locked while it changes and while files are evicted
 
 A file is compared with its checksum when a process first reads it; one that is damaged is removed and read from its
 store again. So nothing is lost with the folder, and a process killed at any moment leaves nothing that is believed.
@@ -17,9 +16,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from threading import get_ident
 
-from draftworks.features.object_shard import PlacedEntry
+from draftworks.features.sample_bytes import SampleBytes
 
 KEEP_SHARE = 0.9
 """Share of the limit that an eviction leaves."""
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class FeatureCache:
-    """Features by key and checksum below `folder`; the ones that were not read for longest are evicted. Thread-safe.
+    """Features by content below `folder`; the ones that were not read for longest are evicted. Thread-safe.
 
     Args:
         limit_bytes: all processes together keep no more than this.
@@ -43,47 +42,46 @@ class FeatureCache:
         self.hits = 0
         self.misses = 0
 
-    def has(self, key: str, entry: PlacedEntry) -> bool:
-        """Whether a feature is probably here."""
-        return self._works and self._locate(_name(key, entry)).exists()
+    def has(self, wanted: SampleBytes) -> bool:
+        """Whether features are probably here."""
+        return self._works and self._locate(wanted.name).exists()
 
-    def read(self, key: str, entry: PlacedEntry) -> bytearray | None:
-        """Return a feature's bytes; None if they are not here."""
+    def read(self, wanted: SampleBytes) -> bytearray | None:
+        """Return the bytes of features that were kept together; None if they are not here."""
         if not self._works:
             return None
-        name = _name(key, entry)
-        content = self._read(self._locate(name), entry.nbytes)
+        name = wanted.name
+        content = self._read(self._locate(name), wanted.nbytes)
         if content is not None and name not in self._checked:
-            if not entry.matches(content):
+            if wanted.find_altered(content) is None:
+                self._checked.add(name)
+            else:
                 log.warning("%s is damaged: it is removed and read again", self._locate(name))
                 self._locate(name).unlink(missing_ok=True)
                 content = None
-            else:
-                self._checked.add(name)
         if content is None:
             self.misses += 1
         else:
             self.hits += 1
         return content
 
-    def keep(self, key: str, entry: PlacedEntry, content: Any) -> None:
-        """Keep a feature's bytes, which are known to be right. What does not fit, or fails, is not kept."""
-        if not self._works or entry.nbytes > self._limit // 4:
+    def keep(self, wanted: SampleBytes, content: bytearray) -> None:
+        """Keep the bytes of features, which are known to be right. What does not fit, or fails, is not kept."""
+        if not self._works or wanted.nbytes > self._limit // 4:
             return
-        name = _name(key, entry)
+        name = wanted.name
         path = self._locate(name)
-        if path.exists():
-            return
-        staging = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        staging = path.with_name(f"{name}.{os.getpid()}.{get_ident()}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._reserve(staging, entry.nbytes)
+            handle = self._reserve(staging, wanted.nbytes)
             try:
-                with staging.open("r+b", buffering=0) as stream:
-                    stream.write(content)
+                _write(handle, content)
                 os.replace(staging, path)
-            finally:
+            except BaseException:
                 staging.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(handle)
         except OSError as error:
             if self._works:
                 log.warning("features are not kept in %s any more: %s", self._folder, error)
@@ -93,7 +91,11 @@ class FeatureCache:
 
     def count(self) -> dict[str, int]:
         """Return figures for people."""
-        return {"cache_bytes": self._read_used() or 0, "cache_hits": self.hits, "cache_misses": self.misses}
+        try:
+            used = int((self._folder / "used").read_text())
+        except (OSError, ValueError):
+            used = 0
+        return {"cache_bytes": used, "cache_hits": self.hits, "cache_misses": self.misses}
 
     def _locate(self, name: str) -> Path:
         return self._folder / name[:2] / name
@@ -115,15 +117,20 @@ class FeatureCache:
                 os.utime(path)
         return content if done == nbytes else None
 
-    def _reserve(self, staging: Path, nbytes: int) -> None:
-        """Make a file of this size; evict others first if there is no room."""
-        with self._locked():
-            used = self._read_used()
+    def _reserve(self, staging: Path, nbytes: int) -> int:
+        """Return a new file of this size, opened to be written; others are evicted first if there is no room."""
+        with self._locked() as used_file:
+            used = _read_number(used_file)
             if used is None or used + nbytes > self._limit:
                 used = self._evict(nbytes)
-            self._write_used(used + nbytes)
-            with staging.open("wb") as stream:
-                stream.truncate(nbytes)
+            os.pwrite(used_file, f"{used + nbytes:020d}".encode(), 0)
+            try:
+                handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            except FileNotFoundError:
+                staging.parent.mkdir(parents=True, exist_ok=True)
+                handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            os.truncate(handle, nbytes)
+            return handle
 
     def _evict(self, nbytes: int) -> int:
         """Remove the oldest files if there is no room for `nbytes`; return the bytes that are left."""
@@ -139,24 +146,28 @@ class FeatureCache:
             used -= size
         return used
 
-    def _read_used(self) -> int | None:
-        try:
-            return int((self._folder / "used").read_text())
-        except (OSError, ValueError):
-            return None
-
-    def _write_used(self, used: int) -> None:
-        (self._folder / "used").write_text(str(used))
-
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self._folder / "lock").open("wb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            yield
+    def _locked(self) -> Iterator[int]:
+        """Hold the lock in the block; yields the file `used`, which is the lock too."""
+        handle = os.open(self._folder / "used", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield handle
+        finally:
+            os.close(handle)
 
 
-def _name(key: str, entry: PlacedEntry) -> str:
-    return f"{key}-{entry.checksum}"
+def _read_number(handle: int) -> int | None:
+    try:
+        return int(os.pread(handle, 20, 0))
+    except ValueError:
+        return None
+
+
+def _write(handle: int, content: bytearray) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(handle, view) :]
 
 
 def _list_files(folder: Path) -> Iterator[tuple[float, int, str]]:

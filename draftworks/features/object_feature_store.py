@@ -23,6 +23,7 @@ from draftworks.features.leases import LeaseTable
 from draftworks.features.object_index import IndexChange, ObjectIndex
 from draftworks.features.object_shard import PlacedEntry, encode_shard
 from draftworks.features.read_ahead import ReadAhead
+from draftworks.features.sample_bytes import SampleBytes
 from draftworks.features.shard_buffer import ShardBuffer
 from draftworks.features.shards import ShardHeader
 from draftworks.features.specs import dtype_name, fill_in_ref, require_spec
@@ -264,26 +265,22 @@ class ObjectFeatureStore(KeyedFeatureStore):
         self._index.append(make)
         return sum(header.expected_bytes for header in emptied)
 
-    def _find_entry(self, key: str) -> PlacedEntry | None:
-        with self._lock:
-            holders = self._index.shards.holders(key)
-        entry = holders[0].entries[key] if holders else None
-        return entry if isinstance(entry, PlacedEntry) else None
-
     def _measure_missing(self, ref: SampleRef) -> int:
         """Return the bytes of a sample that would have to be requested."""
-        total = 0
-        for key in ref.feature_keys.values():
-            entry = self._find_entry(key)
-            if entry is not None and not (self._cache is not None and self._cache.has(key, entry)):
-                total += entry.nbytes
-        return total
+        placed: defaultdict[Path, dict[str, PlacedEntry]] = defaultdict(dict)
+        with self._lock:
+            for key in ref.feature_keys.values():
+                for header in self._index.shards.holders(key)[:1]:
+                    placed[header.path][key] = _require_placed(header, key)
+        wanted = map(SampleBytes, placed.values())
+        return sum(each.nbytes for each in wanted if self._cache is None or not self._cache.has(each))
 
     def _read_missing(self, ref: SampleRef) -> Mapping[str, Tensor]:
         """Return those features of a sample that are stored and not in the cache; none if a shard is gone."""
-        wanted = [key for key in ref.feature_keys.values() if self._find_entry(key) is not None]
+        with self._lock:
+            stored = [key for key in ref.feature_keys.values() if self._index.shards.holders(key)]
         try:
-            return self._read_by_shard(ref, wanted)
+            return self._read_by_shard(ref, stored)
         except LostShardError:
             return {}  # `get` looks again, and says what is missing
 
@@ -317,43 +314,33 @@ class ObjectFeatureStore(KeyedFeatureStore):
                 elif not holders:
                     raise StoreError(self._describe_absent(ref, key))
                 else:
-                    entry = holders[0].entries[key]
-                    assert isinstance(entry, PlacedEntry)
-                    wanted[holders[0].path][key] = entry
+                    wanted[holders[0].path][key] = _require_placed(holders[0], key)
         for path, entries in wanted.items():
-            remote = {}
-            for key, entry in entries.items():
-                content = None if self._cache is None else self._cache.read(key, entry)
-                if content is None:
-                    remote[key] = entry
-                else:
-                    found[key] = entry.restore(content)
-            if remote:
-                found.update(self._read_shard(ref, path, remote))
+            found.update(self._read_shard(ref, path, SampleBytes(entries)))
         return found
 
-    def _read_shard(self, ref: SampleRef, path: Path, entries: Mapping[str, PlacedEntry]) -> dict[str, Tensor]:
-        """Return tensors of one shard, checked, and keep them in the cache."""
-        filled = {key: entry for key, entry in entries.items() if entry.nbytes}
+    def _read_shard(self, ref: SampleRef, path: Path, wanted: SampleBytes) -> dict[str, Tensor]:
+        """Return features of one shard, from the cache or the shard; what comes from there is kept in the cache."""
+        content = None if self._cache is None else self._cache.read(wanted)
+        if content is not None:
+            return wanted.restore(content)
+        ranges = [ByteRange(e.start, e.start + e.nbytes) for e in wanted.entries.values() if e.nbytes]
         try:
-            parts = self._shards.read_ranges(
-                path.name, [ByteRange(entry.start, entry.start + entry.nbytes) for entry in filled.values()]
-            )
+            parts = self._shards.read_ranges(path.name, ranges) if ranges else []
         except MissingObjectError as error:
             raise LostShardError(path) from error
         except StoreError as error:
             raise type(error)(f"sample {ref.sample_id}: {error}") from error
-        found = {key: entry.restore(bytearray()) for key, entry in entries.items() if not entry.nbytes}
-        for (key, entry), part in zip(filled.items(), parts, strict=True):
-            if not entry.matches(part):
-                raise StoreError(
-                    f"sample {ref.sample_id}: {self._shards.locate(path.name)} is altered: key {key} has not the checksum "
-                    f"{entry.checksum}. Delete this object and run again: its samples are then captured again"
-                )
-            if self._cache is not None:
-                self._cache.keep(key, entry, part)
-            found[key] = entry.restore(bytearray(part))
-        return found
+        content = wanted.join(parts)
+        altered = wanted.find_altered(content)
+        if altered is not None:
+            raise StoreError(
+                f"sample {ref.sample_id}: {self._shards.locate(path.name)} is altered: key {altered} has not the checksum "
+                f"{wanted.entries[altered].quick}. Delete this object and run again: its samples are then captured again"
+            )
+        if self._cache is not None:
+            self._cache.keep(wanted, content)
+        return wanted.restore(content)
 
     def _describe_absent(self, ref: SampleRef, key: str) -> str:
         names = {each: name for name, each in ref.feature_keys.items()}
@@ -361,3 +348,9 @@ class ObjectFeatureStore(KeyedFeatureStore):
             f"sample {ref.sample_id}, feature {names.get(key, '')}: key {key} is not in the feature store {self.uri}. "
             "Capture the features again: only what is missing will be captured"
         )
+
+
+def _require_placed(header: ShardHeader, key: str) -> PlacedEntry:
+    entry = header.entries[key]
+    assert isinstance(entry, PlacedEntry), "every shard of an index says where its tensors lie"
+    return entry

@@ -9,16 +9,12 @@ import json
 import struct
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
-from hashlib import sha256
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from draftworks.errors import StoreError
 from draftworks.features.shards import (
-    CHECKSUM_LENGTH,
     DTYPE_NAMES,
     SHARD_SCHEMA,
     ShardEntry,
@@ -27,7 +23,7 @@ from draftworks.features.shards import (
     tensor_checksum,
 )
 from draftworks.features.specs import dtype_name
-from draftworks.features.tensor_bytes import ALIGNMENT, align, require_dtype, view_bytes
+from draftworks.features.tensor_bytes import ALIGNMENT, align, compute_checksum, view_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,20 +34,10 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class PlacedEntry(ShardEntry):
-    """A tensor of a shard, and the byte of the object at which it begins."""
+    """A tensor of a shard, the byte of the object at which it begins, and a checksum that every reading compares."""
 
     start: int = 0
-
-    def restore(self, content: bytearray) -> Tensor:
-        """Return the tensor over bytes that were read, which nobody else may use."""
-        dtype = require_dtype(self.dtype)
-        if not content:
-            return torch.empty(self.shape, dtype=dtype)
-        return torch.frombuffer(content, dtype=dtype).view(self.shape)
-
-    def matches(self, content: Any) -> bool:
-        """Whether bytes that were read are those that were stored."""
-        return len(content) == self.nbytes and sha256(content).hexdigest()[:CHECKSUM_LENGTH] == self.checksum
+    quick: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,8 +60,8 @@ def encode_shard(tensors: Mapping[str, Tensor]) -> EncodedShard:
     entries: dict[str, PlacedEntry] = {}
     end = 0
     for key, tensor in tensors.items():
-        checksum = tensor_checksum(tensor)
-        entries[key] = PlacedEntry(dtype_name(tensor), tuple(tensor.shape), tensor.nbytes, checksum, end)
+        checksum, quick = tensor_checksum(tensor), compute_checksum(view_bytes(tensor))
+        entries[key] = PlacedEntry(dtype_name(tensor), tuple(tensor.shape), tensor.nbytes, checksum, end, quick)
         end += tensor.nbytes
     name = content_digest(entries)
     preamble = _encode_preamble(name, entries)
@@ -86,7 +72,7 @@ def encode_shard(tensors: Mapping[str, Tensor]) -> EncodedShard:
         start = len(preamble) + entry.start
         if entry.nbytes:
             content[start : start + entry.nbytes] = view_bytes(tensors[key]).numpy().data
-        placed[key] = PlacedEntry(entry.dtype, entry.shape, entry.nbytes, entry.checksum, start)
+        placed[key] = replace(entry, start=start)
     path = Path(f"{name}-{uuid.uuid4().hex[:12]}.safetensors")
     return EncodedShard(ShardHeader(path, name, placed, len(content)), content)
 
@@ -110,7 +96,7 @@ def _encode_preamble(name: str, entries: Mapping[str, PlacedEntry]) -> bytes:
 def header_to_json(header: ShardHeader) -> dict[str, Any]:
     """Return what a reader has to know of a shard: its name, its length and where each tensor lies."""
     entries = {
-        key: [e.dtype, list(e.shape), e.nbytes, e.checksum, e.start]
+        key: [e.dtype, list(e.shape), e.nbytes, e.checksum, e.start, e.quick]
         for key, e in header.entries.items()
         if isinstance(e, PlacedEntry)
     }
@@ -120,7 +106,7 @@ def header_to_json(header: ShardHeader) -> dict[str, Any]:
 def header_from_json(value: dict[str, Any]) -> ShardHeader:
     """Return the header again. Raises KeyError, TypeError or ValueError if the value is none."""
     entries = {
-        key: PlacedEntry(dtype, tuple(shape), nbytes, checksum, start)
-        for key, (dtype, shape, nbytes, checksum, start) in value["entries"].items()
+        key: PlacedEntry(dtype, tuple(shape), nbytes, checksum, start, quick)
+        for key, (dtype, shape, nbytes, checksum, start, quick) in value["entries"].items()
     }
     return ShardHeader(Path(value["name"]), value["digest"], entries, value["bytes"])
