@@ -156,6 +156,13 @@ def test_runs_survive_a_restart_of_webserver_and_daemon_and_wait_for_their_pool(
     assert work.instance.get_materialized_partitions(dg.AssetKey("work")) == {"one", "two"}
 
 
+def test_a_run_goes_on_while_the_code_location_is_loaded_again(work):
+    run = work.begin("one")
+    work.processes.reload()
+    work.let_end(run)
+    work.wait_for("SUCCESS", run)
+
+
 def test_a_run_does_not_notice_that_postgres_was_killed_and_came_back_in_seconds(work, postgres):
     """Connections are tried again for about ten seconds, also while the step reports its end."""
     run = work.begin("one")

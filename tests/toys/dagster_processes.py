@@ -31,6 +31,7 @@ mutation Launch($params: ExecutionParams!) {
   }
 }
 """
+RELOAD = 'mutation { reloadRepositoryLocation(repositoryLocationName: "draftworks") { __typename } }'
 
 
 @dataclass
@@ -121,6 +122,11 @@ class Processes:
 
         self.wait_until(has_launched)
         return launched[0]
+
+    def reload(self) -> None:
+        """Load the code location again, as the UI does."""
+        answer = self.ask(RELOAD)
+        assert answer == {"reloadRepositoryLocation": {"__typename": "WorkspaceLocationEntry"}}, answer
 
     def read_status(self, run_id: str) -> str | None:
         """Return what the webserver says of a run; None if it fails."""

@@ -43,11 +43,11 @@ class PostgresServer:
         words = [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [self._locate("postgres"), "-D", self.folder / "data", *words],
+                [self.locate("postgres"), "-D", self.folder / "data", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(),
+                env=self.client_environment,
                 start_new_session=True,
                 **_as_servant(),
             )
@@ -74,7 +74,7 @@ class PostgresServer:
     def run(self, program: str, *words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run one of its clients (psql, pg_dump ...) against its database."""
         return subprocess.run(
-            [self._locate(program), *words], check=check, capture_output=True, text=True, env=self._environment()
+            [self.locate(program), *words], check=check, capture_output=True, text=True, env=self.client_environment
         )
 
     @property
@@ -83,13 +83,16 @@ class PostgresServer:
         values = {"HOST": "127.0.0.1", "PORT": str(self.port), "USER": USER, "PASSWORD": PASSWORD, "DB": DATABASE}
         return {f"DAGSTER_PG_{name}": value for name, value in values.items()}
 
-    def _locate(self, program: str) -> Path:
+    def locate(self, program: str) -> Path:
+        """Return the path of one of the packages' programs."""
         found = sorted(self.programs.glob(f"lib/postgresql/*/bin/{program}"))
         if not found:
             raise FileNotFoundError(f"{program} is not in {self.programs}: run `make .cluster/ready`")
         return found[-1]
 
-    def _environment(self) -> dict[str, str]:
+    @property
+    def client_environment(self) -> dict[str, str]:
+        """Variables with which its programs find their libraries, and its clients the server and database."""
         libraries = self.programs / "lib" / f"{platform.machine()}-linux-gnu"
         client = {"PGHOST": "127.0.0.1", "PGPORT": str(self.port), "PGUSER": USER, "PGPASSWORD": PASSWORD}
         return {**os.environ, **client, "PGDATABASE": DATABASE, "LD_LIBRARY_PATH": str(libraries), "LC_ALL": "C.UTF-8"}
@@ -102,11 +105,11 @@ class PostgresServer:
             shutil.chown(path, SERVANT)
         access = ["--auth=scram-sha-256", f"--username={USER}", f"--pwfile={secret}", "--encoding=UTF8", "--no-sync"]
         made = subprocess.run(
-            [self._locate("initdb"), "-D", self.folder / "data", *access],
+            [self.locate("initdb"), "-D", self.folder / "data", *access],
             capture_output=True,
             text=True,
             cwd=self.folder,
-            env=self._environment(),
+            env=self.client_environment,
             **_as_servant(),
         )
         if made.returncode:
