@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ _LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"}
 _STOP_MARGIN_S = 30.0
 """Beyond the grace, until Ray kills what has not ended: a driver of several nodes waits for all of them."""
 _END_MARGIN_S = 30.0
+_TORCHRUN_SHARE_OF_GRACE = 0.7
+"""torchrun itself kills a stuck rank after this share, so that torchrun can still exit in order."""
 _POLL_S = 0.2
 _REASON_CHARS = 2000
 
@@ -57,7 +60,7 @@ class RayScheduler(Scheduler):
         job.stop_file.unlink(missing_ok=True)
         job.save(file)
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._spec.grace_s + _STOP_MARGIN_S))}
-        command = [job.command[0], "-m", "draftworks.programs.ray_job", str(file)]
+        command = [self._spec.python or sys.executable, "-m", "draftworks.programs.ray_job", str(file)]
         root = Path(__file__).parents[1]
         with self._words():
             ended = self.look(request.name)
@@ -106,9 +109,14 @@ class RayScheduler(Scheduler):
         python = job.python or (None if spec.python is None else Path(spec.python))
         options = () if job.nodes == 1 else (*NODE_OPTIONS, f"--rdzv-id={request.name}")
         command = replace(job, python=python).build_command(*options, f"--log-dir={request.files.ranks}")
+        own = {
+            **(ONE_NODE_ENV if job.nodes == 1 else {}),
+            "OMP_NUM_THREADS": str(spec.threads),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.grace_s * _TORCHRUN_SHARE_OF_GRACE)),
+        }
         return RayJob(
             command=tuple(command),
-            env={**(ONE_NODE_ENV if job.nodes == 1 else {}), **request.env},
+            env={**own, **job.env, **request.env},
             folder=str(folder),
             log=str(request.files.log),
             cwd=os.getcwd(),
@@ -117,6 +125,7 @@ class RayScheduler(Scheduler):
             resources=self._count_resources(job),
             grace_s=spec.grace_s,
             start_timeout_s=spec.start_timeout_s,
+            time_limit_s=spec.time_limit_s,
         )
 
     def _count_resources(self, job: TorchJob) -> dict[str, float]:
@@ -150,6 +159,10 @@ class RayScheduler(Scheduler):
             ) from error
         except Exception as error:
             raise LauncherError(f"launcher ray: {self._spec.address} says: {_read_last_line(error)}") from error
+
+
+def make_scheduler(spec: RayLauncherSpec) -> RayScheduler:
+    return RayScheduler(spec)
 
 
 def _read_last_line(error: Exception) -> str:

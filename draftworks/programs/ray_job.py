@@ -1,9 +1,9 @@
-"""What a Ray job runs: torchrun on its node, or Ray Train's workers with a torchrun on each of several nodes.
+"""What a Ray job runs: torchrun on its node, or on each of several nodes, where Ray Train's workers start it.
 
     python -m draftworks.programs.ray_job FILE
 
 The file is `RayJob` as JSON, on the file system that all nodes share. Only the driver of several nodes imports Ray; its
-function for the workers is sent by value, so that they need nothing but Ray and the interpreter that the file names.
+function for the workers is sent by value, so that they need nothing of Draftworks.
 
 Ray Train calls that function in a thread of its worker, where Python receives no signals: a program that ran there could
 not save a checkpoint when it is stopped. So it starts torchrun, as every launcher does, and ranks are the same everywhere.
@@ -18,15 +18,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from draftworks.distributed import parent_death
+
 EXIT_LOST = 75
-"""A node was lost: the job may be submitted again."""
+"""A node was lost, or the time is over: the job may be submitted again."""
 EXIT_STOPPED = 128 + signal.SIGTERM
 POLL_S = 0.2
 MARGIN_S = 5.0
@@ -40,6 +46,7 @@ NODE_OPTIONS = (
     f"--local-addr={ADDRESS}",
 )
 """Options of torchrun on several nodes; the words in @ are known on the nodes only."""
+STOPPED, OUT_OF_TIME = "stopped", "out of time"
 RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -52,6 +59,7 @@ class RayJob:
         env: added to the environment of torchrun; may hold secrets, so the file is the user's alone.
         least_nodes: nodes to begin with if `nodes` are not in the cluster.
         resources: of Ray, that each node of the job takes: CPU, GPU, memory, and custom ones.
+        time_limit_s: after which the ranks are asked to stop in order.
     """
 
     command: tuple[str, ...]
@@ -64,11 +72,20 @@ class RayJob:
     resources: Mapping[str, float]
     grace_s: float
     start_timeout_s: float
+    time_limit_s: float | None = None
 
     @property
     def stop_file(self) -> Path:
-        """Exists when the job is to end in order."""
+        """Exists when the job is to end in order, and says why."""
         return Path(self.folder) / "stop"
+
+    @property
+    def is_out_of_time(self) -> bool:
+        return self.stop_file.exists() and self.stop_file.read_text() == OUT_OF_TIME
+
+    def ask_to_stop(self, reason: str) -> None:
+        if not self.stop_file.exists():
+            self.stop_file.write_text(reason)
 
     def locate_marker(self, rank: int) -> Path:
         """Return the file that exists while torchrun runs on a node."""
@@ -115,9 +132,16 @@ class Node:
         return filled
 
 
-def run_here(job: RayJob) -> None:
-    """Become torchrun: signals of Ray go to it directly."""
-    os.execvpe(job.command[0], list(job.command), job.make_environment())
+def run_here(job: RayJob) -> int:
+    """Run torchrun on this node, until it ends or is asked to; return the exit code of the job.
+
+    When Ray stops a job it sends SIGTERM to this process and to all below it, torchrun included: a second one would end
+    torchrun before its ranks have saved.
+    """
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: signals.append(signum))
+    code = run_torchrun(job, job.command, lambda: job.stop_file.exists(), lambda: bool(signals))
+    return EXIT_LOST if job.is_out_of_time else code
 
 
 def run_on_node(job: RayJob, node: Node) -> int:
@@ -128,18 +152,61 @@ def run_on_node(job: RayJob, node: Node) -> int:
     parent, marker = os.getppid(), job.locate_marker(node.rank)
     marker.write_text(socket.gethostname())
     try:
-        torchrun = subprocess.Popen(node.fill_in(job.command), env=job.make_environment(), start_new_session=True)
-        kill_at = None
-        while torchrun.poll() is None:
-            if kill_at is None and (job.stop_file.exists() or os.getppid() != parent):
-                torchrun.terminate()
-                kill_at = time.monotonic() + job.grace_s + MARGIN_S
-            if kill_at is not None and time.monotonic() > kill_at:
-                os.killpg(torchrun.pid, signal.SIGKILL)
-            time.sleep(POLL_S)
+        command = node.fill_in(job.command)
+        code = run_torchrun(job, command, lambda: job.stop_file.exists() or os.getppid() != parent)
     finally:
         marker.unlink(missing_ok=True)
-    return 0 if job.stop_file.exists() else torchrun.returncode
+    return 0 if job.stop_file.exists() else code
+
+
+def run_torchrun(
+    job: RayJob,
+    command: Sequence[str],
+    must_stop: Callable[[], bool],
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> int:
+    """Run torchrun to its end and return its exit code.
+
+    Args:
+        must_stop: whether it is to be terminated; then it has the grace of the job before it is killed.
+        is_stopping: whether somebody else has terminated it.
+    """
+    torchrun = subprocess.Popen(
+        [*parent_death.build_shim_command(), *command], env=job.make_environment(), start_new_session=True
+    )
+    kill_at = None
+    while torchrun.poll() is None:
+        if kill_at is None and (is_stopping() or must_stop()):
+            if not is_stopping():
+                torchrun.terminate()
+            kill_at = time.monotonic() + job.grace_s + MARGIN_S
+        if kill_at is not None and time.monotonic() > kill_at:
+            _kill_tree(torchrun.pid)
+        time.sleep(POLL_S)
+    return torchrun.returncode
+
+
+def _kill_tree(pid: int) -> None:
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in [*process.children(recursive=True), process]:
+            with suppress(psutil.Error):
+                each.kill()
+
+
+def start_clock(job: RayJob) -> None:
+    """Ask the job to stop when its time is over."""
+
+    def stop() -> None:
+        print(
+            f"the time limit of {job.time_limit_s:g} s is reached: the ranks are asked to save and to stop", flush=True
+        )
+        job.ask_to_stop(OUT_OF_TIME)
+
+    if job.time_limit_s is not None:
+        timer = threading.Timer(job.time_limit_s, stop)
+        timer.daemon = True
+        timer.start()
 
 
 def start_on_node(config: Mapping[str, str]) -> None:
@@ -178,13 +245,13 @@ def run_on_nodes(job: RayJob, file: Path) -> int:
     from ray.train.torch import TorchConfig, TorchTrainer  # pyright: ignore[reportMissingImports]
 
     ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
-    signal.signal(signal.SIGTERM, lambda *_: job.stop_file.touch())
+    signal.signal(signal.SIGTERM, lambda *_: job.ask_to_stop(STOPPED))
     count = count_nodes(job, ray.nodes())
     print(f"Ray Train starts torchrun on {count} node(s), each with {dict(job.resources)}", flush=True)
     trainer = TorchTrainer(
         start_on_node,
         torch_config=TorchConfig(backend="gloo"),  # of the workers, which compute nothing; ranks choose their own
-        train_loop_config={"python": job.command[0], "file": str(file), "root": str(Path(__file__).parents[2])},
+        train_loop_config={"python": sys.executable, "file": str(file), "root": str(Path(__file__).parents[2])},
         scaling_config=ScalingConfig(
             num_workers=count,
             use_gpu=job.resources.get("GPU", 0) > 0,
@@ -207,7 +274,7 @@ def run_on_nodes(job: RayJob, file: Path) -> int:
         print(f"Ray has lost {[marker.read_text() for marker in job.find_markers()]}", flush=True)
         return EXIT_LOST
     if job.stop_file.exists():
-        return EXIT_STOPPED
+        return EXIT_LOST if job.is_out_of_time else EXIT_STOPPED
     return int(failed)
 
 
@@ -244,9 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.node is not None:
         rank, count, meeting, address = parsed.node
         return run_on_node(job, Node(int(rank), int(count), meeting, address))
-    if job.nodes == 1:
-        run_here(job)
-    return run_on_nodes(job, parsed.file)
+    start_clock(job)
+    return run_here(job) if job.nodes == 1 else run_on_nodes(job, parsed.file)
 
 
 if __name__ == "__main__":

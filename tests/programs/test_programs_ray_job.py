@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from draftworks.programs.ray_job import NODE_OPTIONS, Node, RayJob, count_nodes, run_on_node, wait_for_nodes
+from draftworks.programs.ray_job import EXIT_LOST, NODE_OPTIONS, Node, RayJob, count_nodes, run_on_node, wait_for_nodes
 
 FIRST = Node(rank=0, count=2, meeting="10.0.0.1:4000", address="10.0.0.1")
 PROMPT_S = 10.0
@@ -135,6 +136,40 @@ def test_torchrun_ends_when_the_worker_of_ray_has_been_killed(tmp_path: Path) ->
     pid = int((tmp_path / "pid").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def run_as_a_job(job: RayJob, folder: Path) -> subprocess.Popen[bytes]:
+    job.save(folder / "job.json")
+    return subprocess.Popen([sys.executable, "-m", "draftworks.programs.ray_job", str(folder / "job.json")])
+
+
+def test_a_signal_is_not_sent_to_torchrun_a_second_time(tmp_path: Path) -> None:
+    """Ray terminates the job's process and all below it."""
+    code = (
+        "import pathlib, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: pathlib.Path('asked').open('a').write('x'))\n"
+        "pathlib.Path('began').touch()\n"
+        "while not pathlib.Path('asked').exists(): time.sleep(0.05)\n"
+        "time.sleep(1)"
+    )
+    process = run_as_a_job(make_job(tmp_path, code, nodes=1), tmp_path)
+    wait_for(tmp_path / "began")
+    for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+        each.terminate()
+    assert process.wait(PROMPT_S) == 0
+    assert (tmp_path / "asked").read_text() == "x"
+
+
+def test_at_the_time_limit_the_ranks_are_asked_to_stop_and_the_job_may_go_on(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved').touch(), sys.exit(1)))\n"
+        "time.sleep(60)"
+    )
+    process = run_as_a_job(make_job(tmp_path, code, nodes=1, time_limit_s=1.0), tmp_path)
+    assert process.wait(PROMPT_S) == EXIT_LOST
+    assert (tmp_path / "saved").exists()
+    assert "time limit of 1 s" in (tmp_path / "out.log").read_text()
 
 
 def make_nodes(cpus: Sequence[int]) -> list[dict]:
