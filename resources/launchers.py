@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SCHEDULERS: dict[str, str] = {
     "kubernetes": "resources.kubernetes_scheduler",
+    "ray": "resources.ray_scheduler",
     "slurm": "resources.slurm_scheduler",
 }
 """By kind of launcher, the module whose `make_scheduler(spec)` makes its scheduler."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -44,13 +44,32 @@ def _list_fields(model: type[BaseModel], prefix: str = "", skip: str = "strategi
     for name, field in model.model_fields.items():
         if name in (skip, "name"):
             continue
-        if not _is_model(field.annotation):
+        members = _split_union(field.annotation)
+        models = [member for member in members if _is_model(member)]
+        if len(models) < len(members):
             yield Key(
                 f"{prefix}{name}", _format_type(field.annotation), _format_default(field), field.description or ""
             )
-        for nested in _split_union(field.annotation):
-            if _is_model(nested):
+        if len(models) == len(members) > 1:
+            yield from _list_kinds(models, f"{prefix}{name}.")
+        else:
+            for nested in models:
                 yield from _list_fields(nested, f"{prefix}{name}.")
+
+
+def _list_kinds(models: Sequence[type[BaseModel]], prefix: str) -> Iterator[Key]:
+    """Yield the keys of mappings of which `kind` chooses one: those of all, then what each kind has besides."""
+    kinds = [model.model_fields["kind"].default for model in models]
+    yield Key(f"{prefix}kind", "one of " + ", ".join(kinds), str(kinds[0]), "")
+    common = set.intersection(*(set(model.model_fields) for model in models)) - {"kind"}
+    yield from (key for key in _list_fields(models[0], prefix) if key.name.removeprefix(prefix).split(".")[0] in common)
+    of_kinds: dict[Key, list[str]] = {}
+    for kind, model in zip(kinds, models):
+        for key in _list_fields(model, prefix):
+            if key.name.removeprefix(prefix).split(".")[0] not in {*common, "kind"}:
+                of_kinds.setdefault(key, []).append(kind)
+    for key, having in of_kinds.items():
+        yield key._replace(meaning=f"({', '.join(having)}) {key.meaning}")
 
 
 def _split_union(annotation: Any) -> tuple[Any, ...]:
