@@ -1,4 +1,7 @@
-"""A Ray cluster as a scheduler: jobs by Ray's own job client, named by their submission id.
+"""A Ray cluster as a scheduler: jobs by Ray's own job client, found by their submission ids.
+
+A submission id is the job's name and the number of the submission. Ray takes an id once and refuses it to a second one that
+comes at the same time; the id of a job that has ended cannot be used again, as the name of its supervisor stays taken.
 
 dagster-ray's client is not used: it waits for its job inside a Dagster step, reads messages from the job's log, and knows
 no job that another process submitted. Here a job is found by its name, and its messages travel through files.
@@ -7,10 +10,11 @@ no job that another process submitted. Here a job is found by its name, and its 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -52,7 +56,7 @@ class RayScheduler(Scheduler):
         self._spec = spec
 
     def create(self, request: JobRequest) -> str:
-        """Submit the job under its name, which Ray takes once: of two that submit at a time, one is refused."""
+        """Submit the job under the next id of its name: of two that submit at a time, one is refused."""
         folder = request.files.error.parent
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "ray_job.json"
@@ -63,19 +67,20 @@ class RayScheduler(Scheduler):
         command = [self._spec.python or sys.executable, "-m", "draftworks.programs.ray_job", str(file)]
         root = Path(__file__).parents[1]
         with self._words():
-            ended = self.look(request.name)
-            if ended is not None and ended.state.is_final:
-                self._client.delete_job(request.name)
+            number = max((_parse_number(each) for each in self._list_ids(request.name)), default=0) + 1
             return self._client.submit_job(
                 entrypoint=f"cd {shlex.quote(str(root))} && exec {shlex.join(command)}",
-                submission_id=request.name,
+                submission_id=f"{request.name}-{number}",
                 runtime_env={"env_vars": environment},
                 metadata={CLAIM: str(request.claim)},
                 **(_as_entrypoint(job.resources) if job.nodes == 1 else {"entrypoint_num_cpus": 0}),
             )
 
     def find(self, name: str) -> SeenJob | None:
-        return self.look(name)
+        with self._words():
+            ids = sorted(self._list_ids(name), key=_parse_number)
+        seen = [each for each in map(self.look, ids) if each is not None]
+        return next((each for each in seen if not each.state.is_final), seen[-1] if seen else None)
 
     def look(self, id: str) -> SeenJob | None:
         with self._words():
@@ -101,8 +106,12 @@ class RayScheduler(Scheduler):
 
     def list(self) -> list[SeenJob]:
         with self._words():
-            found = [each for each in self._client.list_jobs() if (each.submission_id or "").startswith(NAME_PREFIX)]
+            found = [each for each in self._client.list_jobs() if _is_ours(each)]
         return [seen for seen in map(_describe, found) if not seen.state.is_final]
+
+    def _list_ids(self, name: str) -> Sequence[str]:
+        jobs = self._client.list_jobs()
+        return [each.submission_id for each in jobs if _is_ours(each) and _parse_name(each.submission_id) == name]
 
     def _make_job(self, request: JobRequest, folder: Path) -> RayJob:
         job, spec = request.job, self._spec
@@ -171,6 +180,18 @@ def _read_last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
+def _is_ours(details: Any) -> bool:
+    return re.fullmatch(rf"{NAME_PREFIX}[0-9a-f]+-[0-9]+", details.submission_id or "") is not None
+
+
+def _parse_name(id: str) -> str:
+    return id.rpartition("-")[0]
+
+
+def _parse_number(id: str) -> int:
+    return int(id.rpartition("-")[2])
+
+
 def _as_entrypoint(resources: dict[str, float] | Any) -> dict[str, Any]:
     """Return resources of one node as arguments of `submit_job`."""
     custom = {name: value for name, value in resources.items() if name not in ("CPU", "GPU", "memory")}
@@ -189,7 +210,7 @@ def _describe(details: Any) -> SeenJob:
     says = "" if state in (JobState.RUNNING, JobState.SUCCEEDED) else (details.message or "")
     return SeenJob(
         id=details.submission_id,
-        name=details.submission_id,
+        name=_parse_name(details.submission_id),
         state=state,
         reason=says[-_REASON_CHARS:],
         lost=state is JobState.FAILED and (error in _LOST or details.driver_exit_code == EXIT_LOST),

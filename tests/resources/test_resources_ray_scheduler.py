@@ -22,6 +22,7 @@ from resources.scheduler import JobRequest, SeenJob
 from resources.torch_job import JobState, RunDir, TorchJob
 
 NAME = "dw-" + 40 * "0"
+FIRST = f"{NAME}-1"
 LONG_S = 240.0
 
 
@@ -34,31 +35,34 @@ def make_request(
 
 
 class FakeClient:
-    """Keeps what it is asked, and answers with `details` or raises it."""
+    """Knows some jobs, or raises an error; keeps what it is asked to submit."""
 
-    def __init__(self, details: Any = None) -> None:
-        self.details = details
+    def __init__(self, *jobs: Any, error: Exception | None = None) -> None:
+        self.jobs, self.error = list(jobs), error
         self.submitted: dict[str, Any] = {}
-        self.deleted: list[str] = []
 
     def submit_job(self, **arguments: Any) -> str:
         self.submitted = arguments
         return arguments["submission_id"]
 
-    def get_job_info(self, name: str) -> Any:
-        if isinstance(self.details, Exception):
-            raise self.details
-        return self.details
-
-    def delete_job(self, name: str) -> None:
-        self.deleted.append(name)
+    def get_job_info(self, id: str) -> Any:
+        self._answer()
+        for each in self.jobs:
+            if each.submission_id == id:
+                return each
+        raise RuntimeError(f"Request failed with status code 404: {id} does not exist")
 
     def list_jobs(self) -> list[Any]:
-        return [self.details, make_details("RUNNING", submission_id="raysubmit_another"), make_details("FAILED")]
+        self._answer()
+        return self.jobs
+
+    def _answer(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 def make_details(status: str, **changes: Any) -> Any:
-    values = {"message": None, "error_type": None, "metadata": {}, "driver_exit_code": None, "submission_id": NAME}
+    values = {"message": None, "error_type": None, "metadata": {}, "driver_exit_code": None, "submission_id": FIRST}
     return SimpleNamespace(**{"status": status, **values, **changes})
 
 
@@ -69,19 +73,18 @@ def make_scheduler(client: FakeClient, **settings: Any) -> RayScheduler:
 
 
 def test_secrets_are_in_a_file_of_the_user_and_not_in_what_ray_shows(tmp_path: Path) -> None:
-    client = FakeClient(RuntimeError("Request failed with status code 404: no such job"))
-    assert make_scheduler(client, grace_s=20).create(make_request(tmp_path)) == NAME
+    client = FakeClient()
+    assert make_scheduler(client, grace_s=20).create(make_request(tmp_path)) == FIRST
     assert "confidence" not in repr(client.submitted)
     assert client.submitted["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "50"}}
     assert client.submitted["metadata"] == {"draftworks_claim": str(tmp_path / "job.json")}
     job = RayJob.load(tmp_path / "ray_job.json")
     assert job.env["SECRET"] == "spoken in confidence"
     assert job.log == str(tmp_path / "out.log")
-    assert client.deleted == []
 
 
 def test_a_job_takes_the_resources_of_its_ranks(tmp_path: Path) -> None:
-    client = FakeClient(RuntimeError("status code 404"))
+    client = FakeClient()
     scheduler = make_scheduler(client, cpus_per_rank=4, memory_gb=2, resources={"fast": 1}, python="/shared/bin/python")
     scheduler.create(make_request(tmp_path, procs_per_node=2, gpus_per_node=2))
     assert client.submitted["entrypoint_num_cpus"] == 8
@@ -96,13 +99,21 @@ def test_a_job_takes_the_resources_of_its_ranks(tmp_path: Path) -> None:
     assert "--nnodes=@NODES@" in job.command
 
 
-def test_an_ended_job_of_the_same_name_makes_room_and_a_living_one_does_not(tmp_path: Path) -> None:
-    client = FakeClient(make_details("FAILED"))
-    make_scheduler(client).create(make_request(tmp_path))
-    assert client.deleted == [NAME]
-    client = FakeClient(make_details("RUNNING"))
-    make_scheduler(client).create(make_request(tmp_path))
-    assert client.deleted == []
+def test_a_submission_has_the_next_number_of_its_name(tmp_path: Path) -> None:
+    ended = [make_details("FAILED", submission_id=f"{NAME}-{number}") for number in (2, 10, 9)]
+    others = [make_details("FAILED", submission_id=each) for each in (f"dw-{40 * '1'}-12", f"{NAME}-x", None)]
+    scheduler = make_scheduler(FakeClient(*ended, *others))
+    assert scheduler.create(make_request(tmp_path)) == f"{NAME}-11"
+    found = scheduler.find(NAME)
+    assert found is not None
+    assert (found.id, found.name) == (f"{NAME}-10", NAME)
+
+
+def test_the_living_job_of_a_name_is_found_before_newer_ones() -> None:
+    jobs = [make_details("FAILED", submission_id=f"{NAME}-2"), make_details("RUNNING")]
+    found = make_scheduler(FakeClient(*jobs)).find(NAME)
+    assert found is not None
+    assert found.id == FIRST
 
 
 @pytest.mark.parametrize(
@@ -124,25 +135,26 @@ def test_an_ended_job_of_the_same_name_makes_room_and_a_living_one_does_not(tmp_
     ids=["pending", "running", "succeeded", "stopped", "failed", "node lost", "driver's node lost", "never started"],
 )
 def test_a_job_is_what_ray_says(details: Any, state: JobState, lost: bool) -> None:
-    seen = make_scheduler(FakeClient(details)).look(NAME)
+    seen = make_scheduler(FakeClient(details)).look(FIRST)
     reason = "" if state in (JobState.RUNNING, JobState.SUCCEEDED) else details.message
-    assert seen == SeenJob(NAME, NAME, state, reason, lost, None)
+    assert seen == SeenJob(FIRST, NAME, state, reason, lost, None)
 
 
 def test_only_living_jobs_of_draftworks_are_listed() -> None:
-    details = make_details("PENDING", metadata={"draftworks_claim": "/var/job.json"})
-    assert make_scheduler(FakeClient(details)).list() == [
-        SeenJob(NAME, NAME, JobState.PENDING, "", False, Path("/var/job.json"))
-    ]
+    ours = make_details("PENDING", metadata={"draftworks_claim": "/var/job.json"})
+    others = [make_details("RUNNING", submission_id=each) for each in ("raysubmit_another", "dw-mine-1", None)]
+    listed = make_scheduler(FakeClient(ours, *others, make_details("FAILED", submission_id=f"{NAME}-2"))).list()
+    assert listed == [SeenJob(FIRST, NAME, JobState.PENDING, "", False, Path("/var/job.json"))]
 
 
 def test_an_unknown_job_is_none_and_other_errors_have_ray_s_last_words() -> None:
-    assert make_scheduler(FakeClient(RuntimeError("Request failed with status code 404: unknown"))).find(NAME) is None
+    assert make_scheduler(FakeClient()).find(NAME) is None
+    assert make_scheduler(FakeClient()).look(FIRST) is None
     trace = RuntimeError("Request failed with status code 500: Traceback\n  File\nValueError: it is full\n.")
     with pytest.raises(LauncherError, match=r"^launcher ray: http://127.0.0.1:8265 says: ValueError: it is full$"):
-        make_scheduler(FakeClient(trace)).look(NAME)
+        make_scheduler(FakeClient(error=trace)).look(FIRST)
     with pytest.raises(LauncherError, match="no answer from http://127.0.0.1:8265 .*Ray's dashboard"):
-        make_scheduler(FakeClient(ConnectionError("refused"))).look(NAME)
+        make_scheduler(FakeClient(error=ConnectionError("refused"))).find(NAME)
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +178,7 @@ def scheduler(cluster: RayCluster) -> Iterator[RayScheduler]:
 
 def wait(scheduler: RayScheduler, until: Callable[[SeenJob], bool]) -> SeenJob:
     deadline = time.monotonic() + LONG_S
-    while (seen := scheduler.look(NAME)) is None or not until(seen):
+    while (seen := scheduler.find(NAME)) is None or not until(seen):
         assert time.monotonic() < deadline, seen
         assert seen is None or not seen.state.is_final, seen
         time.sleep(0.2)
@@ -188,15 +200,19 @@ def find_processes(folder: Path) -> list[str]:
 
 
 @pytest.mark.ray
-def test_ray_runs_a_job_of_one_node_once(scheduler: RayScheduler, tmp_path: Path) -> None:
+def test_ray_runs_a_job_of_one_node_once(
+    scheduler: RayScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = make_request(tmp_path, procs_per_node=2)
     assert scheduler.find(NAME) is None
-    assert scheduler.create(request) == NAME
-    with pytest.raises(LauncherError, match="already exists"):
-        scheduler.create(request)
+    id = scheduler.create(request)
     found = scheduler.find(NAME)
     assert found is not None
-    assert found.claim == request.claim
+    assert (found.id, found.claim) == (id, request.claim)
+    monkeypatch.setattr(scheduler, "_list_ids", lambda name: [])
+    with pytest.raises(LauncherError, match="already exists"):
+        scheduler.create(request)
+    monkeypatch.undo()
     assert wait(scheduler, has_ended).state is JobState.SUCCEEDED
     log = request.files.log.read_text()
     assert "rank 0 of 2, spoken in confidence" in log
@@ -230,26 +246,26 @@ def read_failures(request: JobRequest) -> list[RankFailure]:
 
 @pytest.mark.ray
 def test_ray_ends_a_job_after_its_ranks_have_saved(scheduler: RayScheduler, tmp_path: Path) -> None:
-    scheduler.create(make_request(tmp_path, "save", procs_per_node=2))
+    id = scheduler.create(make_request(tmp_path, "save", procs_per_node=2))
     wait(scheduler, lambda seen: count_files(tmp_path, "began.*")(seen) == 2)
-    scheduler.end(NAME, 10)
-    seen = scheduler.look(NAME)
+    scheduler.end(id, 10)
+    seen = scheduler.look(id)
     assert seen is not None
     assert seen.state is JobState.CANCELLED
     assert len(list(tmp_path.glob("saved.*"))) == 2
     assert find_processes(tmp_path) == []
-    scheduler.end(NAME, 10)
+    scheduler.end(id, 10)
 
 
 @pytest.mark.ray
 def test_ray_says_why_a_job_waits(cluster: RayCluster, tmp_path: Path) -> None:
     scheduler = RayScheduler(RayLauncherSpec(address=cluster.address, resources={"nowhere": 1}))
-    scheduler.create(make_request(tmp_path))
+    id = scheduler.create(make_request(tmp_path))
     seen = wait(scheduler, lambda seen: bool(seen.reason))
     assert seen.state is JobState.PENDING
     assert "resources" in seen.reason
-    assert [each.id for each in scheduler.list()] == [NAME]
-    scheduler.end(NAME, 1)
+    assert [each.id for each in scheduler.list()] == [id]
+    scheduler.end(id, 1)
     assert scheduler.list() == []
 
 
@@ -274,9 +290,9 @@ def test_a_failing_rank_ends_the_ranks_of_both_nodes(scheduler: RayScheduler, tm
 
 @pytest.mark.ray
 def test_ray_ends_two_nodes_after_all_ranks_have_saved(scheduler: RayScheduler, tmp_path: Path) -> None:
-    scheduler.create(make_request(tmp_path, "save", nodes=2))
+    id = scheduler.create(make_request(tmp_path, "save", nodes=2))
     wait(scheduler, lambda seen: count_files(tmp_path, "began.*")(seen) == 2)
-    scheduler.end(NAME, 10)
+    scheduler.end(id, 10)
     assert sorted(path.name for path in tmp_path.glob("saved.*")) == ["saved.0", "saved.1"]
     assert find_processes(tmp_path) == []
 
