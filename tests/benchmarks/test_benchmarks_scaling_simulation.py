@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from scaling_model import Plant, simulate
 from scaling_points import POINTS, Costs
+from scaling_s3_points import POINTS as S3_POINTS
 from scaling_simulation import CONVERSATIONS, DEFAULTS, GPUS, Rates, forecast, format_tables, main
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
@@ -68,6 +69,22 @@ def test_measured_runs_are_predicted_within_a_fifth(point) -> None:
     measured, predicted = MEASURED_S[point.name], point.predict(MEASURED_COSTS)
     assert predicted == pytest.approx(measured, rel=0.2)
     assert f"| {measured:.2f} | {predicted:.2f} | {predicted / measured:.2f} |" in DOCUMENT
+
+
+READ_AND_MEASURED_S = {
+    "read one after another": (0.0547, 5.04),
+    "read ahead, the steps are slower": (0.0291, 7.35),
+    "read ahead, the store is slower": (0.0292, 0.77),
+}
+"""Medians of three turns of benchmarks/scaling_s3_points.py: seconds to read a batch, and of the whole run."""
+
+
+@pytest.mark.parametrize("point", S3_POINTS, ids=lambda point: point.name)
+def test_measured_runs_on_s3_are_predicted_within_a_fifth(point) -> None:
+    read_s, measured = READ_AND_MEASURED_S[point.name]
+    predicted = point.predict(read_s)
+    assert predicted == pytest.approx(measured, rel=0.2)
+    assert f"| {1e3 * read_s:.0f} ms | {measured:.2f} | {predicted:.2f} | {predicted / measured:.2f} |" in DOCUMENT
 
 
 @pytest.mark.parametrize(("servers", "trainers", "reported"), [(1, 7, 50.1), (2, 6, 39.25)])
