@@ -23,12 +23,12 @@ from typing import Any
 
 from draftworks.config.ray_launcher import RayLauncherSpec
 from draftworks.errors import ConfigError, LauncherError
-from draftworks.programs.ray_job import EXIT_LOST, NODE_OPTIONS, RayJob
+from draftworks.programs.ray_job import EXIT_LOST, NODE_OPTIONS, STOP_FILE, STOPPED, RayJob
 from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
 from resources.torch_job import ONE_NODE_ENV, JobState, TorchJob
 
-CLAIM = "draftworks_claim"
-"""Key of the claim's path in the job's metadata."""
+CLAIM, FOLDER = "draftworks_claim", "draftworks_folder"
+"""Keys of paths in the job's metadata: of its claim, and of the folder with its stop file."""
 _STATES = {
     "PENDING": JobState.PENDING,
     "RUNNING": JobState.RUNNING,
@@ -61,7 +61,6 @@ class RayScheduler(Scheduler):
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "ray_job.json"
         job = self._make_job(request, folder)
-        job.stop_file.unlink(missing_ok=True)
         job.save(file)
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._spec.grace_s + _STOP_MARGIN_S))}
         command = [self._spec.python or sys.executable, "-m", "draftworks.programs.ray_job", str(file)]
@@ -72,7 +71,7 @@ class RayScheduler(Scheduler):
                 entrypoint=f"cd {shlex.quote(str(root))} && exec {shlex.join(command)}",
                 submission_id=f"{request.name}-{number}",
                 runtime_env={"env_vars": environment},
-                metadata={CLAIM: str(request.claim)},
+                metadata={CLAIM: str(request.claim), FOLDER: str(folder)},
                 **(_as_entrypoint(job.resources) if job.nodes == 1 else {"entrypoint_num_cpus": 0}),
             )
 
@@ -92,11 +91,17 @@ class RayScheduler(Scheduler):
                 raise
 
     def end(self, id: str, grace_s: float) -> None:
-        """Stop a job. The grace that counts is that of the submission: Ray reads it when the job starts."""
+        """Stop a job. The grace that counts is that of the submission: Ray reads it when the job starts.
+
+        Ray stops no job that waits for a place: such a job finds its stop file when it gets one, and ends at once.
+        """
         seen = self.look(id)
         if seen is None or seen.state.is_final:
             return
         with self._words():
+            if seen.state is JobState.PENDING:
+                folder = self._client.get_job_info(id).metadata[FOLDER]
+                Path(folder, STOP_FILE).write_text(STOPPED)
             self._client.stop_job(id)
         deadline = time.monotonic() + max(grace_s, self._spec.grace_s) + _STOP_MARGIN_S + _END_MARGIN_S
         while (seen := self.look(id)) is not None and not seen.state.is_final:
@@ -205,7 +210,10 @@ def _as_entrypoint(resources: dict[str, float] | Any) -> dict[str, Any]:
 
 def _describe(details: Any) -> SeenJob:
     state = _STATES[str(getattr(details.status, "value", details.status))]
-    claim = (details.metadata or {}).get(CLAIM)
+    metadata = details.metadata or {}
+    claim, folder = metadata.get(CLAIM), metadata.get(FOLDER)
+    if state is JobState.PENDING and folder is not None and Path(folder, STOP_FILE).exists():
+        state = JobState.CANCELLED
     error = str(getattr(details.error_type, "value", details.error_type) or "")
     says = "" if state in (JobState.RUNNING, JobState.SUCCEEDED) else (details.message or "")
     return SeenJob(

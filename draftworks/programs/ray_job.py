@@ -46,6 +46,7 @@ NODE_OPTIONS = (
     f"--local-addr={ADDRESS}",
 )
 """Options of torchrun on several nodes; the words in @ are known on the nodes only."""
+STOP_FILE = "stop"
 STOPPED, OUT_OF_TIME = "stopped", "out of time"
 RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -77,7 +78,7 @@ class RayJob:
     @property
     def stop_file(self) -> Path:
         """Exists when the job is to end in order, and says why."""
-        return Path(self.folder) / "stop"
+        return Path(self.folder) / STOP_FILE
 
     @property
     def is_out_of_time(self) -> bool:
@@ -311,6 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.node is not None:
         rank, count, meeting, address = parsed.node
         return run_on_node(job, Node(int(rank), int(count), meeting, address))
+    if job.stop_file.exists():
+        print("this job was ended while it waited for a place", flush=True)
+        return EXIT_STOPPED
     start_clock(job)
     return run_here(job) if job.nodes == 1 else run_on_nodes(job, parsed.file)
 

@@ -16,7 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from draftworks.programs.ray_job import EXIT_LOST, NODE_OPTIONS, Node, RayJob, count_nodes, run_on_node, wait_for_nodes
+from draftworks.programs.ray_job import (
+    EXIT_LOST,
+    EXIT_STOPPED,
+    NODE_OPTIONS,
+    Node,
+    RayJob,
+    count_nodes,
+    run_on_node,
+    wait_for_nodes,
+)
 
 FIRST = Node(rank=0, count=2, meeting="10.0.0.1:4000", address="10.0.0.1")
 PROMPT_S = 10.0
@@ -170,6 +179,13 @@ def test_at_the_time_limit_the_ranks_are_asked_to_stop_and_the_job_may_go_on(tmp
     assert process.wait(PROMPT_S) == EXIT_LOST
     assert (tmp_path / "saved").exists()
     assert "time limit of 1 s" in (tmp_path / "out.log").read_text()
+
+
+def test_a_job_that_was_ended_while_it_waited_runs_nothing(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "open('began', 'w')", nodes=1)
+    job.ask_to_stop("stopped")
+    assert run_as_a_job(job, tmp_path).wait(PROMPT_S) == EXIT_STOPPED
+    assert not (tmp_path / "began").exists()
 
 
 def make_nodes(cpus: Sequence[int]) -> list[dict]:

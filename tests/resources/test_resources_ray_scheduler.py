@@ -40,6 +40,10 @@ class FakeClient:
     def __init__(self, *jobs: Any, error: Exception | None = None) -> None:
         self.jobs, self.error = list(jobs), error
         self.submitted: dict[str, Any] = {}
+        self.stopped: list[str] = []
+
+    def stop_job(self, id: str) -> None:
+        self.stopped.append(id)
 
     def submit_job(self, **arguments: Any) -> str:
         self.submitted = arguments
@@ -77,7 +81,10 @@ def test_secrets_are_in_a_file_of_the_user_and_not_in_what_ray_shows(tmp_path: P
     assert make_scheduler(client, grace_s=20).create(make_request(tmp_path)) == FIRST
     assert "confidence" not in repr(client.submitted)
     assert client.submitted["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "50"}}
-    assert client.submitted["metadata"] == {"draftworks_claim": str(tmp_path / "job.json")}
+    assert client.submitted["metadata"] == {
+        "draftworks_claim": str(tmp_path / "job.json"),
+        "draftworks_folder": str(tmp_path),
+    }
     job = RayJob.load(tmp_path / "ray_job.json")
     assert job.env["SECRET"] == "spoken in confidence"
     assert job.log == str(tmp_path / "out.log")
@@ -107,6 +114,18 @@ def test_a_submission_has_the_next_number_of_its_name(tmp_path: Path) -> None:
     found = scheduler.find(NAME)
     assert found is not None
     assert (found.id, found.name) == (f"{NAME}-10", NAME)
+
+
+def test_a_job_that_waits_is_ended_by_a_file_which_it_finds_later(tmp_path: Path) -> None:
+    client = FakeClient(make_details("PENDING", metadata={"draftworks_folder": str(tmp_path)}))
+    scheduler = make_scheduler(client)
+    assert [each.id for each in scheduler.list()] == [FIRST]
+    scheduler.end(FIRST, 1)
+    assert client.stopped == [FIRST]
+    assert scheduler.list() == []
+    seen = scheduler.look(FIRST)
+    assert seen is not None
+    assert (seen.state, seen.lost) == (JobState.CANCELLED, False)
 
 
 def test_the_living_job_of_a_name_is_found_before_newer_ones() -> None:
@@ -236,7 +255,7 @@ def test_ray_fails_a_job_whose_rank_fails(scheduler: RayScheduler, tmp_path: Pat
     seen = wait(scheduler, has_ended)
     assert (seen.state, seen.lost) == (JobState.FAILED, False)
     assert "exit code 1" in seen.reason
-    assert "rank 1 has had enough" in {failure.message for failure in read_failures(request)}
+    assert "ValueError: rank 1 has had enough" in {failure.message for failure in read_failures(request)}
 
 
 def read_failures(request: JobRequest) -> list[RankFailure]:
@@ -284,7 +303,9 @@ def test_a_failing_rank_ends_the_ranks_of_both_nodes(scheduler: RayScheduler, tm
     scheduler.create(request)
     seen = wait(scheduler, has_ended)
     assert (seen.state, seen.lost) == (JobState.FAILED, False), request.files.log.read_text()
-    assert min(read_failures(request), key=lambda failure: failure.time_ns).message == "rank 1 has had enough"
+    assert (
+        min(read_failures(request), key=lambda failure: failure.time_ns).message == "ValueError: rank 1 has had enough"
+    )
     assert find_processes(tmp_path) == []
 
 
