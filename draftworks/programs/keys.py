@@ -61,15 +61,13 @@ def _list_kinds(models: Sequence[type[BaseModel]], prefix: str) -> Iterator[Key]
     """Yield the keys of mappings of which `kind` chooses one: those of all, then what each kind has besides."""
     kinds = [model.model_fields["kind"].default for model in models]
     yield Key(f"{prefix}kind", "one of " + ", ".join(kinds), str(kinds[0]), "")
-    common = set.intersection(*(set(model.model_fields) for model in models)) - {"kind"}
-    yield from (key for key in _list_fields(models[0], prefix) if key.name.removeprefix(prefix).split(".")[0] in common)
-    of_kinds: dict[Key, list[str]] = {}
+    having: dict[Key, list[str]] = {}
     for kind, model in zip(kinds, models):
         for key in _list_fields(model, prefix):
-            if key.name.removeprefix(prefix).split(".")[0] not in {*common, "kind"}:
-                of_kinds.setdefault(key, []).append(kind)
-    for key, having in of_kinds.items():
-        yield key._replace(meaning=f"({', '.join(having)}) {key.meaning}")
+            if key.name != f"{prefix}kind":
+                having.setdefault(key, []).append(kind)
+    for key, those in sorted(having.items(), key=lambda item: len(item[1]) < len(kinds)):
+        yield key if len(those) == len(kinds) else key._replace(meaning=f"({', '.join(those)}) {key.meaning}")
 
 
 def _split_union(annotation: Any) -> tuple[Any, ...]:
