@@ -128,7 +128,7 @@ def _format_environment(request: JobRequest, spec: KubernetesLauncherSpec) -> st
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.grace_s * _TORCHRUN_SHARE_OF_GRACE)),
         **(ONE_NODE_ENV if request.job.nodes == 1 else {}),
     }
-    values = {**own, **request.env}
+    values = {**own, **request.job.env, **request.env}
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(values.items()))
 
 

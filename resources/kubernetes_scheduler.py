@@ -23,6 +23,8 @@ _REFUSALS = {400, 403, 404, 422}
 _INTERVAL_S = 0.25
 _SETTLE_S = 1.0
 """Seconds after a failure was first seen in which the events of the pods, which come by another way, arrive."""
+_SILENCE_S = 20.0
+"""Seconds without an answer of the API server after which a look at a job is an error: shorter gaps are usual."""
 _CLEANUP_S = 120.0
 """Seconds beyond the grace in which a deleted TrainJob and its pods have to be gone."""
 
@@ -40,8 +42,9 @@ class KubernetesScheduler(Scheduler):
 
     engine = "kubernetes"
 
-    def __init__(self, spec: KubernetesLauncherSpec) -> None:
+    def __init__(self, spec: KubernetesLauncherSpec, silence_s: float = _SILENCE_S) -> None:
         self._spec = spec
+        self._silence_s = silence_s
         self._api = KubernetesApi(spec)
         self._watches: dict[str, JobWatch] = {}
         self._ended: dict[str, SeenJob] = {}
@@ -91,15 +94,10 @@ class KubernetesScheduler(Scheduler):
                 return self._read(found)
             watch = self._watches[id] = JobWatch(self._api, found)
         seen = watch.read()
-        if seen is None:
-            self._forget(id)
-            return None
         if seen.state.is_final:
             return self._settle(id, seen)
-        if watch.silence_s > self._spec.api_patience_s and watch.error is not None:
+        if watch.silence_s > self._silence_s and watch.error is not None:
             raise watch.error
-        if watch.silence_s:
-            return replace(seen, reason=f"{seen.reason or 'as last seen'}; {watch.error}")
         return self._give_up(id, watch) or seen
 
     def end(self, id: str, grace_s: float) -> None:
@@ -133,6 +131,11 @@ class KubernetesScheduler(Scheduler):
                 self._api.delete_job(each["metadata"]["name"], each["metadata"]["uid"])
         return [read_state(each, ()) for each in jobs if not has_ended(each)]
 
+    def close(self) -> None:
+        """Stop following jobs; a later look follows again."""
+        for id in tuple(self._watches):
+            self._forget(id)
+
     def _make_room(self, request: JobRequest, deadline: float) -> dict[str, Any] | None:
         """Return the TrainJob that has a request's name if it is this very job; else delete it if it has ended.
 
@@ -157,11 +160,10 @@ class KubernetesScheduler(Scheduler):
         """End a job of which a pod cannot start, and return its failure; None for any other job."""
         words = (describe_obstacle(pod, self._spec.start_patience_s) for pod in watch.pods)
         obstacle = next(filter(None, words), "")
-        seen = watch.read()
-        if not obstacle or seen is None:
+        if not obstacle:
             return None
         self.end(id, 0.0)
-        self._ended[id] = replace(seen, state=JobState.FAILED, reason=obstacle)
+        self._ended[id] = replace(watch.read(), state=JobState.FAILED, reason=obstacle, lost=False)
         return self._ended[id]
 
     def _settle(self, id: str, seen: SeenJob) -> SeenJob:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from resources.kubernetes_client import ApiError, Change, KubernetesApi, Listing
 from resources.kubernetes_state import describe_loss, has_ended, has_failed, is_suspended, read_state
 from resources.scheduler import SeenJob
+from resources.torch_job import JobState
 
 _GONE = 410
 _RETRY_S = (0.5, 15.0)
@@ -29,7 +31,8 @@ class JobWatch:
         self._name = train_job["metadata"]["name"]
         self._uid = train_job["metadata"]["uid"]
         self._lock = threading.Lock()
-        self._job: dict[str, Any] | None = train_job
+        self._job = train_job
+        self._is_gone = False
         self._pods: dict[str, dict[str, Any]] = {}
         self._loss = ""
         self._silent_since: dict[str, float] = {}
@@ -39,10 +42,14 @@ class JobWatch:
         for what, follow in (("job", self._follow_job), ("pods", self._follow_pods)):
             threading.Thread(target=follow, name=f"watch-{what}-{self._name}", daemon=True).start()
 
-    def read(self) -> SeenJob | None:
-        """Return the job as it was last seen; None if its TrainJob was deleted."""
+    def read(self) -> SeenJob:
+        """Return the job as it was last seen. One whose TrainJob was deleted is cancelled once its pods are gone."""
         with self._lock:
-            return None if self._job is None else read_state(self._job, list(self._pods.values()), self._loss)
+            seen = read_state(self._job, list(self._pods.values()), self._loss)
+            if not self._is_gone or seen.state.is_final:
+                return seen
+            state = JobState.RUNNING if self._pods else JobState.CANCELLED
+            return replace(seen, state=state, reason=f"TrainJob {self._name} was deleted")
 
     @property
     def pods(self) -> list[dict[str, Any]]:
@@ -129,8 +136,9 @@ class JobWatch:
 
     def _set_job(self, train_job: dict[str, Any] | None) -> None:
         with self._lock:
-            self._job = train_job
-            if train_job is not None and is_suspended(train_job):
+            self._is_gone = train_job is None
+            self._job = train_job or self._job
+            if is_suspended(self._job):
                 self._loss = ""  # its pods are deleted because it is suspended, and come back
 
     def _replace_pods(self, items: list[dict[str, Any]]) -> None:
@@ -159,4 +167,5 @@ class JobWatch:
     def _is_up(self) -> bool:
         """Whether a pod that ends now is no consequence of what happened to the TrainJob before."""
         job = self._job
-        return not (job is None or job["metadata"].get("deletionTimestamp") or is_suspended(job) or has_ended(job))
+        going = self._is_gone or job["metadata"].get("deletionTimestamp")
+        return not (going or is_suspended(job) or has_ended(job))

@@ -66,7 +66,10 @@ class StallWatch:
         size = self.log.stat().st_size if self.log.exists() else 0
         if size != self._log_bytes:
             self._log_bytes, self._logged_s = size, self._elapsed_s
-        for path in self.folder.rglob(FILE):
+        paths = list(self.folder.rglob(FILE))
+        for gone in set(self._ranks).difference(paths):
+            del self._ranks[gone]  # put away, as when a scheduler starts the same job again after it suspended it
+        for path in paths:
             pulse = HeartbeatRecord.read(path)
             known = self._ranks.get(path)
             if pulse is None:

@@ -76,9 +76,6 @@ class KubernetesLauncherSpec(SchedulerLauncherSpec):
         description="Seconds for which a pod may fail to start, such as for an image that cannot be pulled, before the "
         "job is given up.",
     )
-    api_patience_s: float = Field(
-        default=300.0, ge=0, description="Seconds for which the API server may be out of reach while a job runs."
-    )
     keep_ended_hours: float = Field(
         default=24.0,
         gt=0,

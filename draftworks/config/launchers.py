@@ -36,7 +36,7 @@ class LocalLauncherSpec(LauncherSpec):
     kind: Literal["local"] = "local"
 
 
-AnyLauncherSpec = LocalLauncherSpec | SlurmLauncherSpec | RayLauncherSpec
+AnyLauncherSpec = LocalLauncherSpec | SlurmLauncherSpec | KubernetesLauncherSpec | RayLauncherSpec
 """The union of the kinds that a deployment may choose. A kind is added here when its launcher exists."""
 KINDS: dict[str, type[LauncherSpec]] = {each.model_fields["kind"].default: each for each in get_args(AnyLauncherSpec)}
 LOCAL = "local"

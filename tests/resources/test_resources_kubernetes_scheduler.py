@@ -11,6 +11,7 @@ from fake_kubernetes import TRAINJOBS
 from kubernetes_toys import KubernetesBench, kubernetes_bench, wait_until
 
 from draftworks.errors import LauncherError
+from resources.kubernetes_scheduler import KubernetesScheduler
 from resources.torch_job import JobState
 
 
@@ -117,7 +118,7 @@ def test_a_rank_that_fails_because_another_pod_went_does_not_hide_that(bench: Ku
     assert "DeletionByTaintManager" in seen.reason
 
 
-def test_a_train_job_that_is_deleted_under_us_is_unknown(bench: KubernetesBench) -> None:
+def test_a_train_job_that_is_deleted_under_us_is_cancelled_when_its_pods_are_gone(bench: KubernetesBench) -> None:
     scheduler, request = bench.make_scheduler(), bench.request("wait")
     id = scheduler.create(request)
     bench.wait_for_start()
@@ -125,8 +126,11 @@ def test_a_train_job_that_is_deleted_under_us_is_unknown(bench: KubernetesBench)
     job = bench.cluster.store.get(TRAINJOBS, request.name)
     assert job is not None
     bench.cluster.mark_deleted(TRAINJOBS, job)
-    wait_until(lambda: scheduler.look(id) is None)
-    bench.assert_nothing_left()
+    seen = bench.wait_for_end(scheduler, id)
+    assert not bench.cluster.list_processes()
+    assert (seen.state, seen.lost) == (JobState.CANCELLED, False)
+    assert seen.reason == f"TrainJob {request.name} was deleted"
+    assert bench.make_scheduler().look(id) is None
 
 
 def test_creating_the_same_job_twice_makes_one(bench: KubernetesBench) -> None:
@@ -176,16 +180,17 @@ def test_expired_and_broken_watches_are_begun_again(bench: KubernetesBench) -> N
 
 
 def test_a_server_that_is_away_is_waited_for_and_not_for_ever(bench: KubernetesBench) -> None:
-    scheduler, hasty = bench.make_scheduler(), bench.make_scheduler(api_patience_s=0.5)
+    scheduler, hasty = bench.make_scheduler(), KubernetesScheduler(bench.make_spec(), silence_s=0.0)
+    bench.schedulers.append(hasty)
     id = scheduler.create(bench.request("wait"))
     bench.wait_for_start()
     for each in (scheduler, hasty):
         bench.wait_for(each, id, JobState.RUNNING)
     bench.cluster.down = True
     bench.cluster.break_watches()
-    bench.wait_for(scheduler, id, JobState.RUNNING, "the API server cannot be reached")
     with pytest.raises(LauncherError, match="the API server cannot be reached"):
         wait_until(lambda: hasty.look(id) is None)
+    bench.wait_for(scheduler, id, JobState.RUNNING)
     bench.cluster.down = False
     bench.finish()
     assert bench.wait_for_end(scheduler, id).state is JobState.SUCCEEDED

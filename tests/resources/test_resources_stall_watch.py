@@ -57,6 +57,16 @@ def test_one_rank_may_wait_for_the_other_as_long_as_that_one_gets_on(job: Job):
     assert job.live(1000, busy=(1,)) is None
 
 
+def test_ranks_that_were_put_away_with_their_files_are_forgotten(tmp_path: Path):
+    (tmp_path / "ranks").mkdir()
+    job = Job(tmp_path / "ranks")
+    assert job.live(50) is None
+    for rank in (0, 1):
+        (job.folder / str(rank)).rename(tmp_path / str(rank))
+    job.ranks = [HeartbeatRecord(2, 12), HeartbeatRecord(3, 13)]
+    assert job.live(1000) is None
+
+
 def test_nobody_getting_on_is_a_stall(job: Job):
     assert job.live(50) is None
     assert job.live(99, busy=()) is None

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ import psutil
 import yaml
 from fake_kubernetes import PODS, RUNTIMES, TRAINJOBS, FakeKubernetes, Object, now, serve
 
-from resources.process_tree import MARK, ProcessTree
+from resources.process_tree import MARK, ProcessTree, is_alive
 
 RUNTIME = Path(__file__).parents[2] / "deploy" / "kubernetes" / "training-runtime.yaml"
 _TICK_S = 0.02
@@ -82,7 +82,12 @@ class FakeCluster(FakeKubernetes):
 
     def list_processes(self) -> list[psutil.Process]:
         """Return the living processes of all pods."""
-        return [process for container in self._containers.values() for process in container.tree.scan()]
+        found = []
+        for container in tuple(self._containers.values()):  # the controllers change it meanwhile
+            with suppress(psutil.Error):
+                first = psutil.Process(container.process.pid)
+                found += [process for process in (first, *first.children(recursive=True)) if is_alive(process)]
+        return found
 
     @contextmanager
     def running(self) -> Iterator[str]:

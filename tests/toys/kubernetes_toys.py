@@ -42,6 +42,7 @@ class KubernetesBench:
         self.address = address
         self.var = folder / "var"
         self.signs = folder / "signs"
+        self.schedulers: list[KubernetesScheduler] = []
         self.settings = {
             "image": "registry.example/draftworks:1",
             "kubeconfig": str(write_kubeconfig(folder / "kubeconfig", address)),
@@ -52,7 +53,11 @@ class KubernetesBench:
         }
 
     def make_scheduler(self, **settings: Any) -> KubernetesScheduler:
-        return make_scheduler(KubernetesLauncherSpec(**{**self.settings, **settings}))
+        self.schedulers.append(make_scheduler(self.make_spec(**settings)))
+        return self.schedulers[-1]
+
+    def make_spec(self, **settings: Any) -> KubernetesLauncherSpec:
+        return KubernetesLauncherSpec(**{**self.settings, **settings})
 
     def request(self, task: str = "end", name: str = "dw-0123456789abcdef", nodes: int = 1, **rest: Any) -> JobRequest:
         files = RunDir.create(self.var / "runs", "0123456789", 0)
@@ -62,7 +67,9 @@ class KubernetesBench:
 
     def finish(self, node: int = 0, code: int = 0) -> None:
         """Let a node that waits end with an exit code."""
-        (self.signs / f"finish{node}").write_text(f"{code}\n")
+        partial = self.signs / f"finish{node}.partial"
+        partial.write_text(f"{code}\n")
+        partial.rename(self.signs / f"finish{node}")
 
     def wait_for_start(self, *nodes: int) -> None:
         wait_until(lambda: all((self.signs / f"started{node}").exists() for node in nodes or (0,)))
@@ -110,7 +117,10 @@ def kubernetes_bench(folder: Path, **settings: Any) -> Iterator[KubernetesBench]
     cluster = FakeCluster(folder / "pods")
     cluster.claims["shared"] = folder / "var"
     with cluster.running() as address:
-        yield KubernetesBench(cluster, address, folder, **settings)
+        bench = KubernetesBench(cluster, address, folder, **settings)
+        yield bench
+        for scheduler in bench.schedulers:
+            scheduler.close()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
