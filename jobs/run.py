@@ -21,6 +21,7 @@ import dagster as dg
 from dagster._cli import create_dagster_cli
 
 from draftworks.errors import DraftworksError
+from jobs.instance_problems import describe_instance_problem
 
 CONSOLE = Path(__file__).with_name("console.yaml")
 LOCATION = "spec_assets.definitions"
@@ -44,9 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             create_dagster_cli().main(command, prog_name="dagster", standalone_mode=False)
     except (click.UsageError, DraftworksError, dg.DagsterError) as error:
         reason = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        print(f"error: {reason}", file=sys.stderr)
+        print(f"error: {describe_instance_problem(error) or reason}", file=sys.stderr)
         return MISUSED
     except click.ClickException:
+        return FAILED
+    except Exception as error:
+        problem = describe_instance_problem(error)
+        if problem is None:
+            raise
+        print(f"error: {problem}", file=sys.stderr)
         return FAILED
     return 0
 
