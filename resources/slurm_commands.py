@@ -17,6 +17,7 @@ _UNKNOWN_JOB = "Invalid job id"
 _UNREACHABLE = re.compile(
     r"unable to contact slurm|connect failure|connection refused|timed out|communication|munge|authentication", re.I
 )
+_KEPT = {"SLURM_CONF", "SLURM_CLUSTERS"}
 _TIMEOUT_S = 120.0
 """Seconds for one command; a controller under load lets its clients wait and retry."""
 
@@ -94,7 +95,8 @@ class SlurmCommands:
     def _run(self, name: str, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> str:
         program = name if self.folder is None else str(Path(self.folder) / name)
         # In an allocation of another job these would be taken for options of ours.
-        outside = {key: value for key, value in os.environ.items() if not key.startswith(("SBATCH_", "SQUEUE_"))}
+        foreign = ("SBATCH_", "SLURM_", "SQUEUE_", "SRUN_")
+        outside = {key: value for key, value in os.environ.items() if key in _KEPT or not key.startswith(foreign)}
         try:
             done = subprocess.run(
                 [program, *arguments],

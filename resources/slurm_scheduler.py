@@ -14,7 +14,7 @@ from draftworks.config.launchers import LauncherSpec, SlurmLauncherSpec
 from draftworks.errors import LauncherError
 from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
 from resources.slurm_commands import SlurmCommands, SlurmRecord
-from resources.slurm_script import LOST_NODE_EXIT, write_script
+from resources.slurm_script import LOST_NODE_EXIT, STOPPED_EXIT, write_script
 from resources.torch_job import JobState
 
 QUESTION_INTERVAL_S = 2.0
@@ -31,6 +31,10 @@ _LOST = {
     "NODE_FAIL": "a node failed",
     "BOOT_FAIL": "a node did not start",
     "REVOKED": "it was revoked",
+}
+_LOST_CODES = {
+    LOST_NODE_EXIT: "a node ended without an exit code of its torchrun: it was lost",
+    STOPPED_EXIT: "a signal of Slurm stopped it: it was pre-empted, or near its time limit",
 }
 _NEVER = {
     "PartitionTimeLimit",
@@ -173,8 +177,8 @@ def _describe(record: SlurmRecord) -> SeenJob:
     state, reason, lost = _get_state(record), record.reason, record.state in _LOST
     if lost:
         reason = f"{record.state}: {_LOST[record.state]}"
-    elif state is JobState.FAILED and record.exit_code == LOST_NODE_EXIT:
-        lost, reason = True, "a node ended without an exit code of its torchrun: it was lost"
+    elif state is JobState.FAILED and record.exit_code in _LOST_CODES:
+        lost, reason = True, _LOST_CODES[record.exit_code]
     elif state is JobState.FAILED:
         words = [each for each in (record.state, record.reason) if each not in ("FAILED", "NonZeroExitCode", "")]
         reason = ": ".join(words) or f"exit code {record.exit_code} of the job's script"

@@ -14,6 +14,8 @@ from resources.torch_job import ONE_NODE, TorchJob
 
 LOST_NODE_EXIT = 75
 """Exit code of the script where a node began and has left no exit code of its torchrun: it was lost."""
+STOPPED_EXIT = 76
+"""Exit code of the script where a signal of Slurm stopped it before its torchruns were done: pre-emption, the time limit."""
 SIGNAL_MARGIN_S = 30.0
 """Slurm looks at time limits twice a minute: the signal before the limit is asked for so many seconds earlier."""
 _TORCHRUN_SHARE_OF_GRACE = 0.7
@@ -40,15 +42,17 @@ def write_script(request: JobRequest, spec: SlurmLauncherSpec) -> Path:
             _BODY.format(
                 path="" if spec.commands is None else f'export PATH={shlex.quote(spec.commands)}:"$PATH"\n',
                 marks=shlex.quote(str(marks)),
-                grace=math.ceil(spec.grace_s),
+                grace=max(1, math.ceil(spec.grace_s)),
                 threads=spec.threads,
                 shutdown=max(1, int(spec.grace_s * _TORCHRUN_SHARE_OF_GRACE)),
                 setup="\n".join(f"    {line}" for line in spec.setup) or "    :",
                 torchrun=_build_torchrun(request),
+                ranks=shlex.quote(str(request.files.ranks)),
                 python=shlex.quote(str(request.job.build_command()[0])),
                 one_node=" ".join(ONE_NODE),
                 cpus=_count_cpus(request.job, spec),
                 lost=LOST_NODE_EXIT,
+                stopped=STOPPED_EXIT,
             ),
         ]
     )
@@ -82,7 +86,7 @@ def build_options(request: JobRequest, spec: SlurmLauncherSpec) -> list[str]:
         amount = f"{spec.gpu_type}:{job.gpus_per_node}" if spec.gpu_type else str(job.gpus_per_node)
         found[spec.gpus] = f"gpu:{amount}" if spec.gpus == "gres" else amount
     if spec.time_limit_s is not None:
-        # Slurm counts in minutes. A shorter limit is the launcher's own to keep.
+        # Slurm counts in minutes.
         minutes = math.ceil(spec.time_limit_s / 60)
         before_s = math.ceil(spec.grace_s + SIGNAL_MARGIN_S)
         if before_s >= 60 * minutes:
@@ -119,9 +123,17 @@ setup() {{
 {setup}
 }}
 
+has_begun() {{
+    compgen -G {ranks}/'*/attempt_*' >/dev/null  # torchrun is about to start ranks, and heeds signals
+}}
+
 run_torchrun() {{
+    local torchrun= code=143
     trap '' TERM
-    trap : INT  # of all processes of a step: torchrun gets its own
+    # Of a step all processes get the signal, torchrun too; on one node the script signals this shell alone. Before there
+    # are ranks torchrun would ignore it, and nothing is lost by killing it.
+    trap '[ -z "$torchrun" ] || has_begun || kill -KILL $torchrun' INT
+    trap '[ -z "$torchrun" ] || if has_begun; then kill -INT $torchrun; else kill -KILL $torchrun; fi' USR1
     setup
     local options
     if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
@@ -137,8 +149,7 @@ run_torchrun() {{
     fi
     echo "$SLURM_JOB_ID" >"$marks/$SLURMD_NODENAME.began"
     {torchrun} &
-    local torchrun=$! code
-    trap 'kill -INT $torchrun 2>/dev/null' USR1
+    torchrun=$!
     while wait $torchrun; code=$?; kill -0 $torchrun 2>/dev/null; do :; done
     [ -z "${{meeting:-}}" ] || rm -rf "$meeting"
     echo "$code" >"$marks/.$SLURMD_NODENAME" && mv "$marks/.$SLURMD_NODENAME" "$marks/$SLURMD_NODENAME.exit"
@@ -155,12 +166,13 @@ else
     HEAD_PORT=$({python} -I -S -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
     export marks NODE_ADDRESSES HEAD_NODE HEAD_ADDRESS HEAD_PORT
     srun --ntasks-per-node=1 --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait=0 \\
-        bash -c "$(declare -f setup run_torchrun); run_torchrun" &
+        bash -c "$(declare -f setup has_begun run_torchrun); run_torchrun" &
 fi
 step=$!
 
+stopped_at= signalled=
 stop() {{
-    [ -z "${{stopped_at:-}}" ] || return
+    [ -z "$stopped_at" ] || return
     stopped_at=$SECONDS
     if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
         kill -USR1 $step
@@ -168,10 +180,10 @@ stop() {{
         scancel --signal=INT "$SLURM_JOB_ID.0"
     fi
 }}
-trap stop TERM
+trap 'signalled=1; stop' TERM
 
 # A torchrun that has failed lets those of other nodes wait for its ranks: after the grace they are stopped, then killed.
-failed_at= stopped_at=
+failed_at=
 while kill -0 $step 2>/dev/null; do
     sleep 1 &
     wait -n $step $! 2>/dev/null
@@ -189,5 +201,6 @@ for _ in $(seq {grace}); do
     sleep 1
 done
 [ -z "$left" ] || exit {lost}
+[ -z "$signalled" ] || [ "$code" = 0 ] || exit {stopped}
 exit "$code"
 """

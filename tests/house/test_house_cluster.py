@@ -6,31 +6,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slurm_cluster import MARK, NODES, UNPACKED, slurm_cluster
+from slurm_cluster import NODES, UNPACKED, find_daemons, slurm_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-
-
-def _marked(folder: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK, "").startswith(str(folder)):
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
 
 
 def test_slurm_runs_a_job_on_two_nodes_and_leaves_nothing(tmp_path: Path) -> None:
     with slurm_cluster() as cluster:
         said = cluster.ask("srun", "--nodes=2", "--ntasks-per-node=1", "sh", "-c", "echo $SLURMD_NODENAME")
         assert sorted(said.split()) == list(NODES)
-        assert len(_marked(cluster.folder)) == 4
+        assert len(find_daemons(f"{cluster.folder}:")) == 4
         lingering = tmp_path / "linger.sh"
         lingering.write_text("#!/bin/sh\nsleep 600\n")
         cluster.ask("sbatch", f"--output={tmp_path}/log", str(lingering))
-    assert not _marked(cluster.folder)
+    assert not find_daemons(f"{cluster.folder}:")
     assert not cluster.folder.exists()
     assert not [p for p in psutil.process_iter(["cmdline"]) if "linger" in " ".join(p.info["cmdline"] or [])]
 

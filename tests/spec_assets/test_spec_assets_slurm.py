@@ -121,9 +121,10 @@ def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster:
     reports = []
 
     @dg.asset
-    def draft(context) -> None:
+    def draft(context) -> dg.MaterializeResult:
         launcher = SchedulerLauncher(settings=json.dumps(own), files_lag_s=1.0)
         reports.append(launcher.run(context, job, run_dir=tmp_path / "runs"))
+        return dg.MaterializeResult()
 
     def lose_a_node() -> None:
         while not CheckpointFolder(run.checkpoints, run.run_id).steps():

@@ -145,7 +145,7 @@ class SlurmCluster:
     def lose_node(self, name: str) -> None:
         """Kill everything on a node at once, as a power cut would."""
         self.daemons.pop(name)
-        _kill([process for each in _find_daemons(f"{self.folder}:{name}") for process in _tree(each)])
+        _kill([process for each in find_daemons(f"{self.folder}:{name}") for process in _tree(each)])
 
     def nodes_are(self, state: str) -> bool:
         """Whether all nodes are in a state; False while the controller does not answer."""
@@ -168,7 +168,7 @@ class SlurmCluster:
                 timeout=20,
                 capture_output=True,
             )
-        left = [process for each in _find_daemons(f"{self.folder}:") for process in _tree(each)]
+        left = [process for each in find_daemons(f"{self.folder}:") for process in _tree(each)]
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
         _kill(left)
@@ -276,12 +276,13 @@ def _wait_for(condition, check, what: str, within_s: float = START_S) -> None:
         time.sleep(0.2)
 
 
-def _find_daemons(mark: str) -> list[psutil.Process]:
-    """Return daemons and step managers of a cluster, or of one daemon of it."""
-    found = []
+def find_daemons(mark: str) -> list[psutil.Process]:
+    """Return daemons and step managers of a cluster (`FOLDER:`), or of one daemon of it (`FOLDER:NAME`)."""
+    found, wanted = [], f"{MARK}={mark}".encode()
     for process in psutil.process_iter():
+        # psutil reads no environment of a step manager, whose title has been written over the begin of it.
         with suppress(psutil.Error, OSError):
-            if process.environ().get(MARK, "").startswith(mark):
+            if wanted in Path(f"/proc/{process.pid}/environ").read_bytes():
                 found.append(process)
     return found
 
