@@ -21,6 +21,7 @@ PLURAL = "trainjobs"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGER = "draftworks"
 CLAIM = "draftworks/claim"
+MIN_NODES = "draftworks/min-nodes"
 QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY_CLASS = "kueue.x-k8s.io/priority-class"
 NODE = "node"
@@ -67,16 +68,17 @@ exec "$@" >>"$log" 2>&1
 that was suspended, and becomes torchrun, so that the kubelet's signal reaches torchrun itself."""
 
 
-def write_train_job(request: JobRequest, spec: KubernetesLauncherSpec, namespace: str) -> dict[str, Any]:
-    """Return the TrainJob of a request.
-
-    After a node was lost it asks for the fewest nodes that the request allows: which nodes a cluster has is not known.
+def write_train_job(
+    request: JobRequest, spec: KubernetesLauncherSpec, namespace: str, nodes: int | None = None
+) -> dict[str, Any]:
+    """Return the TrainJob of a request, for fewer nodes than it asks for if `nodes` says so.
 
     Raises:
         ConfigError: no volume holds the folder of the run.
     """
     _require_volume(request, spec)
-    job = request.job if request.min_nodes is None else replace(request.job, nodes=request.min_nodes)
+    job = replace(request.job, nodes=nodes or request.job.nodes)
+    fewest = {} if request.min_nodes is None else {MIN_NODES: str(request.min_nodes)}
     manifest = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "TrainJob",
@@ -84,7 +86,7 @@ def write_train_job(request: JobRequest, spec: KubernetesLauncherSpec, namespace
             "name": request.name,
             "namespace": namespace,
             "labels": _list_labels(spec),
-            "annotations": {**spec.annotations, CLAIM: str(request.claim)},
+            "annotations": {**spec.annotations, **fewest, CLAIM: str(request.claim)},
         },
         "spec": {
             "runtimeRef": {"apiGroup": GROUP, "kind": spec.runtime_kind, "name": spec.runtime},

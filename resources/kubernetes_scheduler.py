@@ -12,7 +12,15 @@ from draftworks.errors import ConfigError, LauncherError
 from resources.kubernetes_client import ApiError, KubernetesApi
 from resources.kubernetes_manifest import CLAIM, MANAGED_BY, MANAGER, write_environment, write_train_job
 from resources.kubernetes_runtime import require_runtime
-from resources.kubernetes_state import describe_obstacle, find_age_s, has_ended, make_id, read_state
+from resources.kubernetes_state import (
+    count_nodes,
+    count_room,
+    describe_obstacle,
+    find_age_s,
+    has_ended,
+    make_id,
+    read_state,
+)
 from resources.kubernetes_watch import JobWatch
 from resources.scheduler import JobRequest, Scheduler, SeenJob
 from resources.torch_job import JobState
@@ -49,12 +57,14 @@ class KubernetesScheduler(Scheduler):
         self._watches: dict[str, JobWatch] = {}
         self._ended: dict[str, SeenJob] = {}
         self._failed_at: dict[str, float] = {}
+        self._room: dict[str, int] = {}
         self._has_checked_runtime = False
 
     def create(self, request: JobRequest) -> str:
         """Create the TrainJob. One of the same name with the same claim that has not ended is returned as it is."""
         spec = self._spec
-        manifest = write_train_job(request, spec, self._api.namespace)
+        nodes = None if request.min_nodes is None else self._room.pop(request.name, None)
+        manifest = write_train_job(request, spec, self._api.namespace, nodes)
         if not self._has_checked_runtime:
             runtime = self._api.get_runtime(spec.runtime_kind, spec.runtime)
             if runtime is not None:
@@ -68,7 +78,8 @@ class KubernetesScheduler(Scheduler):
             except ApiError as error:
                 if error.status in _REFUSALS:
                     raise ConfigError(str(error)) from error
-                if error.status != _CONFLICT:
+                # A call without an answer may have made the job all the same.
+                if error.status != _CONFLICT and not (error.is_passing and self._api.get_job(request.name)):
                     raise
             if (existing := self._make_room(request, deadline)) is not None:
                 return make_id(existing)
@@ -157,13 +168,20 @@ class KubernetesScheduler(Scheduler):
         return None
 
     def _give_up(self, id: str, watch: JobWatch) -> SeenJob | None:
-        """End a job of which a pod cannot start, and return its failure; None for any other job."""
-        words = (describe_obstacle(pod, self._spec.start_patience_s) for pod in watch.pods)
-        obstacle = next(filter(None, words), "")
-        if not obstacle:
+        """End a job of which a pod cannot start, and return its failure; None for any other job.
+
+        One that may run on fewer nodes is lost, and created again for those that there is room for.
+        """
+        patience_s, pods, job = self._spec.start_patience_s, watch.pods, watch.train_job
+        reason = next(filter(None, (describe_obstacle(pod, patience_s) for pod in pods)), "")
+        room = None if reason else count_room(job, pods, patience_s)
+        if room is not None:
+            reason = f"there is room for {room} of its {count_nodes(job)} nodes"
+            self._room[job["metadata"]["name"]] = room
+        if not reason:
             return None
-        self.end(id, 0.0)
-        self._ended[id] = replace(watch.read(), state=JobState.FAILED, reason=obstacle, lost=False)
+        self.end(id, self._spec.grace_s)
+        self._ended[id] = replace(watch.read(), state=JobState.FAILED, reason=reason, lost=room is not None)
         return self._ended[id]
 
     def _settle(self, id: str, seen: SeenJob) -> SeenJob:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from resources.kubernetes_manifest import CLAIM, NODE, QUEUE
+from resources.kubernetes_manifest import CLAIM, MIN_NODES, NODE, QUEUE
 from resources.scheduler import SeenJob
 from resources.torch_job import JobState
 
@@ -104,9 +104,27 @@ def describe_obstacle(pod: Object, patience_s: float, now: datetime | None = Non
     reason = _describe_waiting(pod, _CANNOT_START)
     if not reason:
         return ""
-    created = datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
-    age_s = ((now or datetime.now(UTC)) - created).total_seconds()
-    return reason if age_s >= patience_s else ""
+    return reason if _find_age_of_pod_s(pod, now) >= patience_s else ""
+
+
+def count_room(train_job: Object, pods: Iterable[Object], patience_s: float, now: datetime | None = None) -> int | None:
+    """Return on how many nodes a job could run now whose other pods found no node for `patience_s` seconds.
+
+    None for a job that has all its nodes, may not run on fewer, or has too few.
+    """
+    fewest = train_job["metadata"].get("annotations", {}).get(MIN_NODES)
+    pods = list(pods)
+    waiting = [pod for pod in pods if _describe_unschedulable(pod)]
+    patient = all(_find_age_of_pod_s(pod, now) >= patience_s for pod in waiting)
+    if fewest is None or not waiting or not patient or is_suspended(train_job):
+        return None
+    room = len(pods) - len(waiting)
+    return room if int(fewest) <= room < count_nodes(train_job) else None
+
+
+def count_nodes(train_job: Object) -> int:
+    """Return the number of nodes that a TrainJob asks for."""
+    return train_job["spec"].get("trainer", {}).get("numNodes", 1)
 
 
 def _judge(train_job: Object, pods: list[Object], loss: str) -> _Verdict:
@@ -121,7 +139,7 @@ def _judge(train_job: Object, pods: list[Object], loss: str) -> _Verdict:
     if train_job["metadata"].get("deletionTimestamp"):
         return _Verdict(JobState.RUNNING, "it is being deleted")
     running = [pod for pod in pods if pod.get("status", {}).get("phase") in ("Running", "Succeeded")]
-    if not is_suspended(train_job) and len(running) >= _count_nodes(train_job):
+    if not is_suspended(train_job) and len(running) >= count_nodes(train_job):
         return _Verdict(JobState.RUNNING)
     return _Verdict(JobState.PENDING, _describe_queue(train_job, pods))
 
@@ -134,7 +152,7 @@ def _describe_queue(train_job: Object, pods: list[Object]) -> str:
     for pod in pods:
         if words := describe_loss(pod) or _describe_waiting(pod, _CANNOT_START) or _describe_unschedulable(pod):
             return words
-    return f"{len(pods)} of {_count_nodes(train_job)} pods are there, and not all have started"
+    return f"{len(pods)} of {count_nodes(train_job)} pods are there, and not all have started"
 
 
 def _describe_failure(pods: list[Object]) -> str:
@@ -167,6 +185,11 @@ def _describe_unschedulable(pod: Object) -> str:
     return ""
 
 
+def _find_age_of_pod_s(pod: Object, now: datetime | None) -> float:
+    created = datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
+    return ((now or datetime.now(UTC)) - created).total_seconds()
+
+
 def _list_containers(pod: Object) -> list[Object]:
     """Return the statuses of a pod's containers, that of the job's own first."""
     status = pod.get("status", {})
@@ -178,10 +201,6 @@ def _find_condition(train_job: Object, kind: str) -> Object | None:
     """Return a condition that holds."""
     conditions = train_job.get("status", {}).get("conditions") or ()
     return next((each for each in conditions if each["type"] == kind and each["status"] == "True"), None)
-
-
-def _count_nodes(train_job: Object) -> int:
-    return train_job["spec"].get("trainer", {}).get("numNodes", 1)
 
 
 def _join(reason: str | None, message: str | None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from draftworks.errors import LauncherError
 from resources.kubernetes_client import ApiError, Change, KubernetesApi, Listing
 from resources.kubernetes_state import describe_loss, has_ended, has_failed, is_suspended, read_state
 from resources.scheduler import SeenJob
@@ -36,7 +37,7 @@ class JobWatch:
         self._pods: dict[str, dict[str, Any]] = {}
         self._loss = ""
         self._silent_since: dict[str, float] = {}
-        self._error: ApiError | None = None
+        self._error: LauncherError | None = None
         self._over = threading.Event()
         self._replace_pods(api.list_pods(self._name).items)
         for what, follow in (("job", self._follow_job), ("pods", self._follow_pods)):
@@ -52,6 +53,12 @@ class JobWatch:
             return replace(seen, state=state, reason=f"TrainJob {self._name} was deleted")
 
     @property
+    def train_job(self) -> dict[str, Any]:
+        """The TrainJob as it was last seen."""
+        with self._lock:
+            return self._job
+
+    @property
     def pods(self) -> list[dict[str, Any]]:
         """The pods as they were last seen."""
         with self._lock:
@@ -64,7 +71,7 @@ class JobWatch:
             return time.monotonic() - min(self._silent_since.values()) if self._silent_since else 0.0
 
     @property
-    def error(self) -> ApiError | None:
+    def error(self) -> LauncherError | None:
         """The last call's error."""
         return self._error
 
@@ -117,11 +124,12 @@ class JobWatch:
                     self._note_answer(what)
                     if self._over.is_set():
                         return
-            except ApiError as error:
+            except Exception as error:  # whatever it is: a job that nobody follows would seem to run for ever
                 version = ""
-                if error.status == _GONE:
+                if isinstance(error, ApiError) and error.status == _GONE:
                     continue
-                self._note_error(what, error)
+                words = f"cannot follow TrainJob {self._name}: {type(error).__name__}: {error}"
+                self._note_error(what, error if isinstance(error, LauncherError) else LauncherError(words))
                 self._over.wait(wait_s)
                 wait_s = min(2 * wait_s, _RETRY_S[1])
 
@@ -129,7 +137,7 @@ class JobWatch:
         with self._lock:
             self._silent_since.pop(what, None)
 
-    def _note_error(self, what: str, error: ApiError) -> None:
+    def _note_error(self, what: str, error: LauncherError) -> None:
         with self._lock:
             self._error = error
             self._silent_since.setdefault(what, time.monotonic())

@@ -33,6 +33,7 @@ class TestKubernetes(SchedulerContract):
         (job,) = played.jobs
         assert "submissions" not in job.metadata
         assert harness.count_submitted() == 1
+        assert [verb for verb, _, _ in harness.cluster.calls].index("POST") == 2, "three calls before the job exists"
         (checkpoint,) = (harness.work / "checkpoints").iterdir()
         assert f"begins at step {checkpoint.name}" in played.lines
         assert any("suspended by Kueue; it waits in the queue research" in line for line in played.lines)

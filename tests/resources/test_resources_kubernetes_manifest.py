@@ -110,15 +110,15 @@ def test_commands_survive_the_expansion_of_kubernetes(tmp_path: Path) -> None:
     assert '"$(mktemp -d)/store"' in expand(trainer["command"][-1], {})
 
 
-def test_overrides_come_last_and_a_lost_node_means_fewer(tmp_path: Path) -> None:
+def test_overrides_come_last_and_fewer_nodes_are_the_callers_word(tmp_path: Path) -> None:
     spec = settings(
         tmp_path, overrides={"spec": {"managedBy": "kueue.x-k8s.io/multikueue", "trainer": {"image": "other"}}}
     )
-    manifest = write_train_job(request(tmp_path, nodes=4, min_nodes=2), spec, "drafts")
+    manifest = write_train_job(request(tmp_path, nodes=4, min_nodes=2), spec, "drafts", nodes=3)
     assert manifest["spec"]["managedBy"] == "kueue.x-k8s.io/multikueue"
     assert manifest["spec"]["trainer"]["image"] == "other"
-    assert manifest["spec"]["trainer"]["numNodes"] == 2
-    assert "--nnodes=2" in manifest["spec"]["trainer"]["args"]
+    assert manifest["spec"]["trainer"]["numNodes"] == 3
+    assert "--nnodes=3" in manifest["spec"]["trainer"]["args"]
 
 
 def test_a_run_on_no_volume_is_refused(tmp_path: Path) -> None:

@@ -216,6 +216,37 @@ def test_a_job_without_room_waits_with_the_clusters_words(bench: KubernetesBench
     assert bench.wait_for_end(scheduler, id).state is JobState.SUCCEEDED
 
 
+def test_a_job_that_may_goes_on_with_the_nodes_that_have_room(bench: KubernetesBench) -> None:
+    bench.cluster.free_nodes = 1
+    scheduler = bench.make_scheduler(start_patience_s=0)
+    request = bench.request("wait", nodes=3, min_nodes=1)
+    seen = bench.wait_for_end(scheduler, scheduler.create(request))
+    assert (seen.state, seen.lost) == (JobState.FAILED, True)
+    assert seen.reason == "there is room for 1 of its 3 nodes"
+    bench.assert_nothing_left()
+    id = scheduler.create(request)
+    bench.finish()
+    assert bench.wait_for_end(scheduler, id).state is JobState.SUCCEEDED
+    assert [len(pod["metadata"]["name"]) for pod in bench.cluster.pod_manifests[3:]] == [len(request.name) + 9]
+
+
+def test_a_job_waits_for_room_if_too_few_nodes_have_it(bench: KubernetesBench) -> None:
+    bench.cluster.free_nodes = 1
+    scheduler = bench.make_scheduler(start_patience_s=0)
+    id = scheduler.create(bench.request("wait", nodes=3, min_nodes=2))
+    bench.wait_for_start()
+    bench.wait_for(scheduler, id, JobState.PENDING, "Unschedulable")
+    scheduler.end(id, 0.0)
+
+
+def test_a_job_whose_creation_was_not_answered_is_found(bench: KubernetesBench) -> None:
+    bench.cluster.lost_answers = 1
+    scheduler = bench.make_scheduler()
+    id = scheduler.create(bench.request())
+    assert [job["metadata"]["uid"] for job in bench.cluster.store.list(TRAINJOBS)] == [id.split("/")[2]]
+    assert bench.wait_for_end(scheduler, id).state is JobState.SUCCEEDED
+
+
 def test_a_pod_without_the_shared_folder_says_so(bench: KubernetesBench, tmp_path: Path) -> None:
     bench.cluster.claims["shared"] = tmp_path / "elsewhere"
     scheduler = bench.make_scheduler()

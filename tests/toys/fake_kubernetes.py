@@ -101,6 +101,7 @@ class FakeKubernetes:
         forbidden: refused as (verb, plural).
         calls: verb, plural and name of every request so far.
         down: whether no request is answered.
+        lost_answers: how many of the next creations are done and not answered.
         without_trainer: whether TrainJobs are unknown to the server.
     """
 
@@ -111,6 +112,7 @@ class FakeKubernetes:
         self.calls: list[tuple[str, str, str]] = []
         self.down = False
         self.without_trainer = False
+        self.lost_answers = 0
         self.watches = 0
         self._epoch = 0
 
@@ -323,6 +325,10 @@ def _make_handler(find_cluster: Callable[[], FakeKubernetes]) -> type[BaseHTTPRe
                     self._stream(cluster.follow(plural, query))
                     return
                 value = cluster.answer(verb, parts.path, query, body, token)
+                if verb == "POST" and cluster.lost_answers:
+                    cluster.lost_answers -= 1
+                    self.close_connection = True
+                    return
                 status = 201 if verb == "POST" else 200
             except Refusal as refusal:
                 value, status = refusal.status, refusal.status["code"]
