@@ -24,8 +24,9 @@ from draftworks.storage.asset_names import (
 from draftworks.storage.data_records import AnswersIdentity, ConversationsIdentity
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, launch, obtain_result, report_result, require_target, to_severity
+from spec_assets.common import asset, obtain_result, report_result, require_target, to_severity
 from spec_assets.metadata import describe_rejections, select_figures
+from spec_assets.workers import launch_workers
 
 GROUP = "data"
 SUPERVISED = "supervised_share"
@@ -188,6 +189,7 @@ def answer_conversations(
             out=out,
             target=files,
             conversations=source.folder,
+            workers=workspace.resolve_launcher(spec.name, "regenerate").workers,
             answers=workspace.locate_answers(files),
             earlier_answers=workspace.find_earlier_answers(files),
             responses=responses,
@@ -198,7 +200,9 @@ def answer_conversations(
             sglang=workspace.sglang,
         )
         device, python = ("cpu", None) if remote else (spec.capture.device, workspace.find_python(spec.capture))
-        return _to_build_result(launch(context, launcher, workspace, "regenerate", run, 1, device, python).report)
+        return _to_build_result(
+            launch_workers(context, launcher, workspace, "regenerate", run, 1, device, python).report
+        )
 
     def pass_through(out: Path) -> BuildResult:
         from draftworks.data.prepare import tokenize_part

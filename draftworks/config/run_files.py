@@ -133,6 +133,11 @@ class RegenerateRun(SharedRun):
     """Generate the target's answers to conversations: writes the sets `out/conversations` and `out/tokens`."""
 
     conversations: Path = Field(description="Folder of a conversations set.")
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="Jobs that share the work; with more than one, windows of conversations are shared.",
+    )
     answers: Path = Field(
         description="Folder of finished answers, kept across runs: only new conversations are answered."
     )

@@ -71,6 +71,11 @@ class RecordFile:
             raise StoreError(f"{self._path}: the record {record_id} was changed while it was in use. Run again")
         return unseal(json.loads(line))
 
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the intact records, in the order of the file."""
+        return list(self._offsets)
+
     def extend(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records and flush them to disk (fsync) before returning."""
         records = list(records)
@@ -149,6 +154,15 @@ class RecordFile:
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         return _parse_record(line, self._path, number)
+
+
+def read_record_ids(path: Path, identity: Mapping[str, Any]) -> set[str]:
+    """Return the ids of the intact records of a file that another process may be writing; none without a file.
+
+    Raises:
+        StoreError: the file was created with another identity, or one of its whole lines is not a record.
+    """
+    return {record["id"] for record in _read_intact_records(path, identity)} if path.exists() else set()
 
 
 def _parse_record(line: bytes, path: Path, number: int) -> dict[str, Any]:

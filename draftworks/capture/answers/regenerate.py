@@ -18,6 +18,7 @@ from draftworks.capture.answers.answer_sets import MissingAnswers, open_kept_ans
 from draftworks.capture.answers.answerers import Answerer, EngineAnswerer, converse
 from draftworks.capture.answers.dialogue import Dialogue
 from draftworks.capture.answers.record_file import RecordFile
+from draftworks.capture.answers.shared import SharedAnswers
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import TargetEngine
 from draftworks.capture.progress import Progress, ProgressCallback
@@ -86,10 +87,36 @@ def regenerate_with(
     """
     total = sum(1 for _ in read_conversations(run.conversations))
     with open_kept_answers(run) as records:
-        worker = _Regeneration(run, make_answerer, chat, records, total, progress, clock)
-        worker.run()
-        published = publish_answers(run, records, worker.refused)
+        resumed = sum(1 for each in read_conversations(run.conversations) if each.id in records)
+        worker = _Regeneration(run, make_answerer, chat, resumed, total, progress, clock)
+        if run.workers > 1:
+            refused = SharedAnswers(run, worker.answer_window, worker.window_size, worker.report).answer_all(records)
+        else:
+            refused = worker.answer_all(records)
+        published = publish_answers(run, records, refused)
     return RegenerateSummary(total, worker.resumed, published.missing, worker.tokens, worker.seconds, published.tokens)
+
+
+@dataclass(frozen=True)
+class HelpSummary:
+    """What a job did that helped another one: tokens generated, in so many seconds."""
+
+    generated_tokens: int
+    seconds: float
+
+
+def help_to_regenerate(
+    run: RegenerateRun,
+    make_answerer: Callable[[], Answerer],
+    chat: ChatTokenizer,
+    progress: ProgressCallback | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> HelpSummary:
+    """Answer conversations for the job 0 of the same work, which does as `regenerate_with`; arguments are those."""
+    total = sum(1 for _ in read_conversations(run.conversations))
+    worker = _Regeneration(run, make_answerer, chat, 0, total, progress, clock)
+    SharedAnswers(run, worker.answer_window, worker.window_size, worker.report).help()
+    return HelpSummary(worker.tokens, worker.seconds)
 
 
 def find_max_sample_length(run: RegenerateRun) -> int:
@@ -112,7 +139,7 @@ class _Regeneration:
         run: RegenerateRun,
         make_answerer: Callable[[], Answerer],
         chat: ChatTokenizer,
-        records: RecordFile,
+        resumed: int,
         total: int,
         progress: ProgressCallback | None,
         clock: Callable[[], float],
@@ -121,53 +148,69 @@ class _Regeneration:
         self._make_answerer = make_answerer
         self._answerer: Answerer | None = None
         self._chat = chat
-        self._records = records
         self._total = total
         self._progress = progress
         self._clock = clock
         self._max_length = find_max_sample_length(run)
         self._rendered = run.responses.endpoint is not None
-        self.resumed = sum(1 for each in read_conversations(run.conversations) if each.id in records)
+        self.resumed = resumed
         self.refused: list[RejectedSample] = []
         self._done = self.resumed
         self._started = 0.0
         self.tokens = 0
         self.seconds = 0.0
 
-    def run(self) -> None:
-        size = self._run.responses.batch_size
-        unanswered = (each for each in read_conversations(self._run.conversations) if each.id not in self._records)
-        for window in _split_into_chunks(unanswered, WINDOW * size):
-            dialogues = sorted(self._open_dialogues(window), key=lambda each: len(each.ids))
-            for finished in self._answer(dialogues, size):
-                self._keep(finished)
-                self._report()
+    @property
+    def window_size(self) -> int:
+        return WINDOW * self._run.responses.batch_size
 
-    def _answer(self, dialogues: Sequence[Dialogue], size: int) -> Iterator[Sequence[Dialogue]]:
+    def answer_all(self, records: RecordFile) -> list[RejectedSample]:
+        """Answer all conversations that `records` lacks; return those that were refused."""
+        unanswered = (each for each in read_conversations(self._run.conversations) if each.id not in records)
+        for window in _split_into_chunks(unanswered, self.window_size):
+            self.answer_window(window, records)
+        return self.refused
+
+    def answer_window(self, window: Sequence[Conversation], records: RecordFile) -> list[RejectedSample]:
+        """Answer the conversations of a window that `records` lacks; return those that were refused.
+
+        Batches are cut from the whole window, and those with a lacking conversation are answered whole: the composition of
+        a batch decides the last bits of what an engine computes.
+        """
+        before = len(self.refused)
+        dialogues = sorted(self._open_dialogues(window, records), key=lambda each: len(each.ids))
+        for finished in self._answer(dialogues, records):
+            self._keep([each for each in finished if each.id not in records], records)
+            self.report()
+        return self.refused[before:]
+
+    def _answer(self, dialogues: Sequence[Dialogue], records: RecordFile) -> Iterator[Sequence[Dialogue]]:
         """Yield dialogues as they finish.
 
         With a concurrent answerer, `size` dialogues per copy of the target run at a time, each one separately;
         otherwise `size` dialogues run together as a batch.
         """
-        if not dialogues:
+        size, lacking = self._run.responses.batch_size, [each for each in dialogues if each.id not in records]
+        if not lacking:
             return
         answerer = self._get_answerer()
         if answerer.concurrent:
-            yield from ([each] for each in _run_concurrently(self._converse_alone, dialogues, size * answerer.replicas))
+            yield from ([each] for each in _run_concurrently(self._converse_alone, lacking, size * answerer.replicas))
             return
         for batch in _split_into_chunks(dialogues, size):
-            self._converse(*batch)
-            yield batch
+            if any(each.id not in records for each in batch):
+                self._converse(*batch)
+                yield batch
 
     def _get_answerer(self) -> Answerer:
         if self._answerer is None:
             self._answerer = self._make_answerer()
             self._started = self._clock()
-            self._report()
+            self.report()
         return self._answerer
 
-    def _keep(self, finished: Sequence[Dialogue]) -> None:
-        self._records.extend(dialogue.to_record() for dialogue in finished if dialogue.refusal is None)
+    def _keep(self, finished: Sequence[Dialogue], records: RecordFile) -> None:
+        records.extend(dialogue.to_record() for dialogue in finished if dialogue.refusal is None)
         self._done += len(finished)
         self.tokens += sum(dialogue.num_generated for dialogue in finished)
         for dialogue in finished:
@@ -182,20 +225,23 @@ class _Regeneration:
         self.refused.append(refused)
         check_rejected(self.refused, self._total, self._run.max_rejected_share)
 
-    def _report(self) -> None:
-        self.seconds = self._clock() - self._started
+    def report(self) -> None:
+        """Report the progress; nothing changes in it while this job waits for others."""
+        if self._answerer is not None:
+            self.seconds = self._clock() - self._started
         if self._progress is not None:
-            share = (self._done - self.resumed) / (self._total - self.resumed)
+            share = (self._done - self.resumed) / max(1, self._total - self.resumed)
             self._progress(Progress("conversations", self._done, self._total, share, self.tokens, self.seconds))
 
-    def _open_dialogues(self, window: Sequence[Conversation]) -> list[Dialogue]:
+    def _open_dialogues(self, window: Sequence[Conversation], records: RecordFile) -> list[Dialogue]:
         dialogues, dropped = [], []
         for conversation in window:
             try:
                 dialogues.append(Dialogue(conversation, self._chat, self._max_length, self._rendered))
             except DataError as error:
-                dropped.append({"id": conversation.id, "dropped": str(error)})
-        self._records.extend(dropped)
+                if conversation.id not in records:
+                    dropped.append({"id": conversation.id, "dropped": str(error)})
+        records.extend(dropped)
         self._done += len(dropped)
         return dialogues
 
