@@ -168,3 +168,11 @@ def end_claimed_job(path: Path, grace_s: float) -> str | None:
         scheduler.end(seen.id, grace_s)
     claim.drop(path)
     return seen.id if seen is not None and alive else None
+
+
+def end_abandoned_job(path: Path) -> str | None:
+    """As `end_claimed_job`, but leave a job whose owner may be alive."""
+    claim = JobClaim.read(path)
+    if claim is None or not claim.owner.is_dead():
+        return None
+    return end_claimed_job(path, parse_launcher(claim.launcher, f"claim of job {claim.name}").grace_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftworks.config.run_files import RunFile, TrainRun
+from draftworks.config.run_files import CaptureRun, RegenerateRun, RunFile, TrainRun
 from draftworks.storage.artifacts import PARTIAL
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_bytes
@@ -31,5 +31,14 @@ def identify_job(asset: str, partition: str, run: RunFile, path: Path, role: str
         name=f"{NAME_PREFIX}{digest([asset, partition, result, role, text])}",
         claim=run.out / CLAIM if not role else run.out.parent / f"{role}.{CLAIM}",
         made=f"{partition}/{asset}/{role}" if role else f"{partition}/{asset}",
-        checkpoints=run.checkpoints if isinstance(run, TrainRun) else None,
+        progress=_list_progress_folders(run),
     )
+
+
+def _list_progress_folders(run: RunFile) -> tuple[Path, ...]:
+    """Return where a program keeps what it goes on from: a training's checkpoints, answers, captured features."""
+    if isinstance(run, TrainRun):
+        return (run.checkpoints,)
+    if isinstance(run, RegenerateRun):
+        return (run.answers,)
+    return (run.store.root,) if isinstance(run, CaptureRun) else (run.out,)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,7 @@ from resources.torch_launcher import JobLimits, PreparedFiles, TorchLauncher, ma
 MAX_FRUITLESS = 3
 """Submissions in a row without a new checkpoint after which a job that the scheduler keeps ending has failed."""
 _REMINDER_S = 300.0
+_UNSEEN_OWNER_S = 600.0
 _LOOK_INTERVAL_S = 0.2
 
 
@@ -43,8 +45,8 @@ class ScheduledJob:
     Attributes:
         files: of the present submission.
         owner: this process, as the claim has it.
-        progress: the checkpoints that were there when it was submitted.
-        fruitless: submissions in a row without a new checkpoint, the present one included.
+        progress: the checkpoints, or what else it goes on from, that were there when it was submitted.
+        fruitless: submissions in a row without anything new there, the present one included.
         status: what the last look at it said.
         reason: the scheduler's own words then.
         unseen_since: since when the scheduler cannot be asked; None if it can.
@@ -56,7 +58,7 @@ class ScheduledJob:
     env: Mapping[str, str]
     files: RunDir
     owner: RunProcess
-    progress: frozenset[str]
+    progress: frozenset[tuple[str, int]]
     fruitless: int = 1
     status: JobStatus = JobStatus(JobState.PENDING)
     reason: str = ""
@@ -228,7 +230,7 @@ class SchedulerLauncher(TorchLauncher):
         claim = JobClaim.read(handle.identity.claim)
         if claim is None or claim.name != handle.identity.name:
             return JobStatus(JobState.FAILED, None, f"{reason}; its claim is gone")
-        if claim.owner != handle.owner and (claim.job_id != handle.id or not claim.owner.is_dead()):
+        if claim.owner != handle.owner and (claim.job_id != handle.id or not _may_take_over(claim)):
             handle.id, handle.files = claim.job_id or handle.id, claim.files if claim.job_id else handle.files
             return JobStatus(JobState.PENDING)
         progress = _list_progress(handle.identity)
@@ -263,9 +265,18 @@ class SchedulerLauncher(TorchLauncher):
             dg.get_dagster_logger().warning(f"the scheduler cannot be asked about job {handle.id} {silent}: {error}")
 
 
-def _list_progress(identity: JobIdentity) -> frozenset[str]:
-    """Return the names of a job's checkpoints."""
-    try:
-        return frozenset(os.listdir(identity.checkpoints)) if identity.checkpoints is not None else frozenset()
-    except OSError:
-        return frozenset()
+def _may_take_over(claim: JobClaim) -> bool:
+    """Whether another process's claim is given up. One of another machine has some minutes to see to its job."""
+    dead = claim.owner.is_dead()
+    return time.time() - claim.written > _UNSEEN_OWNER_S if dead is None else dead
+
+
+def _list_progress(identity: JobIdentity) -> frozenset[tuple[str, int]]:
+    """Return names and sizes of the files from which a job goes on, without what says who waits for it."""
+    found: set[tuple[str, int]] = set()
+    for folder in identity.progress:
+        with suppress(OSError), os.scandir(folder) as entries:
+            for each in entries:
+                with suppress(OSError):
+                    found.add((each.name, 0 if each.is_dir() else each.stat().st_size))
+    return frozenset(each for each in found if each[0] != CLAIM)

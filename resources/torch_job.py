@@ -25,13 +25,13 @@ class JobIdentity:
         name: the job's name in the scheduler, a digest of what it makes and from what.
         claim: the file that says who waits for the job; see `resources.job_claims`.
         made: partition/asset, and /program for a job that runs beside another.
-        checkpoints: folder whose files say that an interrupted job has made progress; None if it keeps none.
+        progress: folders in which an interrupted job has left other files than before, if it has made progress.
     """
 
     name: str
     claim: Path
     made: str = ""
-    checkpoints: Path | None = None
+    progress: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from draftworks.storage.full_disk import explain_full_disk
 from draftworks.targets.registry import HELDOUT
 from resources.companions import Companion
 from resources.dead_runs import end_with_run_process
+from resources.job_claims import CLAIM, end_abandoned_job
 from resources.job_identity import identify_job
 from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, PeerJob, TorchLauncher
@@ -180,13 +181,14 @@ def obtain_result(
     The code version of the asset is part of the identity. Options are those of `ArtifactStore.obtain`.
     """
     spec = context.assets_def.get_asset_spec(context.asset_key)
-    return workspace.artifacts.obtain(
-        context.asset_key.to_user_string(),
-        context.partition_key,
-        {**identity, "code_version": spec.code_version},
-        build,
-        **options,
-    )
+    identity = {**identity, "code_version": spec.code_version}
+    asset = context.asset_key.to_user_string()
+    if options.get("start_over"):
+        # Before its folder is removed: what a killed run has left in a scheduler would go on to write there.
+        ended = end_abandoned_job(workspace.artifacts.locate_partial(asset, context.partition_key, identity) / CLAIM)
+        if ended is not None:
+            context.log.info(f"job {ended} of a killed run is ended, since this run starts over")
+    return workspace.artifacts.obtain(asset, context.partition_key, identity, build, **options)
 
 
 def require_publishable(workspace: Workspace) -> None:

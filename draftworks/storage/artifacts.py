@@ -160,6 +160,11 @@ class ArtifactStore:
             partial, started = self._open_partial(final, start_over=False), time.time()
             yield Claim(partial, lambda built: self._publish(final, asset, target, identity, built, started, [lease]))
 
+    def locate_partial(self, asset: str, target: str, identity: dict[str, Any]) -> Path:
+        """Return the folder in which a result of this identity is built; it need not exist."""
+        final = self._locate(asset, target) / digest(identity)
+        return final.with_name(final.name + PARTIAL)
+
     def is_current(self, asset: str, target: str, identity: dict[str, Any], still_good: Check | None = None) -> bool:
         """Whether the newest result is of this identity and whole, so that `obtain` would change nothing."""
         newest, wanted = self.find(asset, target), self._locate(asset, target) / digest(identity)

@@ -22,7 +22,7 @@ from launcher_harnesses import ToyHarness
 from draftworks.errors import ConfigError, LauncherError
 from resources.dead_runs import JOB_TAG, TAG, DeadRuns, release_dead_runs
 from resources.deployment_launcher import make_deployment_launcher
-from resources.job_claims import JobClaim, is_taken_over
+from resources.job_claims import JobClaim, end_abandoned_job, is_taken_over
 from resources.process_place import RunProcess
 from resources.scheduler import JobRequest
 from resources.torch_job import JobState, RunDir
@@ -158,6 +158,17 @@ def test_a_job_in_the_same_folder_that_is_not_the_same_is_ended_first(harness: T
     assert len(played.jobs) == 1
     assert harness.scheduler.look("0001").state is JobState.CANCELLED
     assert any("job 0001 of run 00000000 made the same with other inputs: it is ended" in line for line in played.lines)
+
+
+def test_who_starts_over_ends_the_job_of_a_dead_run_and_of_no_other(harness: ToyHarness):
+    claim = begin(harness)
+    replace(claim, owner=RunProcess.of("other", os.getpid())).publish(harness.claim)
+    assert end_abandoned_job(harness.claim) is None
+    claim.publish(harness.claim)
+    assert end_abandoned_job(harness.claim) == "0001"
+    assert not harness.scheduler.list()
+    assert not harness.claim.exists()
+    assert end_abandoned_job(harness.claim) is None
 
 
 def test_a_deployment_launcher_runs_each_job_where_it_belongs(harness: ToyHarness):

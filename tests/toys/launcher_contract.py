@@ -95,7 +95,7 @@ def make_job(harness: LauncherHarness, task: str, **keys: Any) -> TorchJob:
         procs_per_node=2,
         env={"PYTHONPATH": os.pathsep.join([str(TOYS), str(TOYS.parents[1])])},
         launcher=parse_launcher(harness.make_settings(**keys), "launcher"),
-        identity=JobIdentity(f"dw-{name}", harness.claim, "t/draft", harness.work / "checkpoints"),
+        identity=JobIdentity(f"dw-{name}", harness.claim, "t/draft", (harness.work / "checkpoints",)),
     )
 
 
