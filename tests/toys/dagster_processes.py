@@ -133,7 +133,7 @@ class Processes:
         answer = self.ask("query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }", id=run_id)
         return (answer or {"runOrError": {}})["runOrError"].get("status")
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             ended = [name for name, process in self.running.items() if process.poll() is not None]
