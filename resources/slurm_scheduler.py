@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from draftworks.config.launchers import LauncherSpec, SlurmLauncherSpec
 from draftworks.errors import LauncherError
 from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
 from resources.slurm_commands import SlurmCommands, SlurmRecord
-from resources.slurm_script import LOST_NODE_EXIT, STOPPED_EXIT, write_script
-from resources.torch_job import JobState
+from resources.slurm_script import LOST_NODE_EXIT, STOPPED_EXIT, list_begun, write_script
+from resources.torch_job import JobState, RunDir
 
 QUESTION_INTERVAL_S = 2.0
 """Least time between two questions of one process about all of its jobs."""
@@ -99,11 +99,13 @@ class SlurmScheduler(Scheduler):
         self._commands = SlurmCommands(spec.commands)
         self._queue = get_queue(self._commands)
         self._submitted_at: dict[str, float] = {}
+        self._files: dict[str, RunDir] = {}
 
     def create(self, request: JobRequest) -> str:
         script = write_script(request, self._spec)
         id = self._commands.submit(script, request.env)
         self._submitted_at[id] = self._queue.clock()
+        self._files[id] = request.files
         return id
 
     def find(self, name: str) -> SeenJob | None:
@@ -121,7 +123,7 @@ class SlurmScheduler(Scheduler):
             self._commands.cancel(id)
             reason = f"Slurm would never start it: {record.reason}"
             return SeenJob(id, record.name, JobState.FAILED, reason, claim=_get_claim(record))
-        return _describe(record)
+        return self._explain_silence(_describe(record))
 
     def end(self, id: str, grace_s: float) -> None:
         record = self._ask(id)
@@ -143,6 +145,16 @@ class SlurmScheduler(Scheduler):
 
     def list(self) -> list[SeenJob]:
         return [_describe(each) for each in self._commands.list_jobs() if each.name.startswith(NAME_PREFIX)]
+
+    def _explain_silence(self, job: SeenJob) -> SeenJob:
+        """Say so if a failed job of this process has not even begun: then its node does not see the folder, most likely."""
+        files = self._files.get(job.id)
+        if job.state is not JobState.FAILED or job.lost or files is None:
+            return job
+        if list_begun(files) or files.log.exists():
+            return job
+        words = f"no node has written into {files.path}: does every node see this folder, and may it write there?"
+        return replace(job, reason=f"{words} ({job.reason})")
 
     def _look(self, id: str) -> SlurmRecord | None:
         """Return a job from the common answer; another user's, or one that squeue has forgotten, by a question of its own."""

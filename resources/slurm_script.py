@@ -10,7 +10,7 @@ from pathlib import Path
 from draftworks.config.slurm_launcher import SlurmLauncherSpec
 from draftworks.errors import ConfigError
 from resources.scheduler import JobRequest
-from resources.torch_job import ONE_NODE, TorchJob
+from resources.torch_job import ONE_NODE, RunDir, TorchJob
 
 LOST_NODE_EXIT = 75
 """Exit code of the script where a node began and has left no exit code of its torchrun: it was lost."""
@@ -20,6 +20,7 @@ SIGNAL_MARGIN_S = 30.0
 """Slurm looks at time limits twice a minute: the signal before the limit is asked for so many seconds earlier."""
 _TORCHRUN_SHARE_OF_GRACE = 0.7
 """torchrun kills a stuck rank after this share of the grace, so that it can still exit in order itself."""
+_MARKS = "nodes"
 _OPTIONS = "OPTIONS_OF_TORCHRUN"
 
 
@@ -28,10 +29,15 @@ def locate_script(request: JobRequest) -> Path:
     return request.files.path / "job.sh"
 
 
+def list_begun(files: RunDir) -> list[Path]:
+    """Return the marks of the nodes that have begun a job."""
+    return list((files.path / _MARKS).glob("*.began"))
+
+
 def write_script(request: JobRequest, spec: SlurmLauncherSpec) -> Path:
     """Write the batch script, and make the folder in which its nodes record their exit codes; return the script's path."""
     path = locate_script(request)
-    marks = request.files.path / "nodes"
+    marks = request.files.path / _MARKS
     marks.mkdir(parents=True, exist_ok=True)
     text = "\n".join(
         [

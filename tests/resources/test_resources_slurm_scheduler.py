@@ -174,6 +174,19 @@ def test_a_job_that_would_wait_for_ever_is_a_failure(tmp_path: Path, cluster: Sl
         cluster.ask("scontrol", "update", "partition=short", "state=up")
 
 
+def test_a_folder_that_nodes_do_not_see_is_named(tmp_path: Path, cluster: SlurmCluster) -> None:
+    scheduler, request = make_scheduler(cluster, partition="short"), make_request(tmp_path, "sum")
+    cluster.ask("scontrol", "update", "partition=short", "state=down")
+    try:
+        id = scheduler.create(request)
+        request.files.path.rename(tmp_path / "elsewhere")
+    finally:
+        cluster.ask("scontrol", "update", "partition=short", "state=up")
+    ended = wait_for_end(scheduler, id)
+    assert ended.state is JobState.FAILED
+    assert ended.reason.startswith(f"no node has written into {request.files.path}: does every node see this folder")
+
+
 def test_an_unreachable_controller_is_an_error_and_jobs_go_on(tmp_path: Path, cluster: SlurmCluster) -> None:
     scheduler, request = make_scheduler(cluster), make_request(tmp_path, "sum")
     id = scheduler.create(request)

@@ -129,7 +129,7 @@ class SlurmCluster:
         env = {**os.environ, **_slurm_environment(self.folder), MARK: f"{self.folder}:{name}"}
         with (self.folder / f"{name}.log").open("ab") as log:
             self.daemons[name] = subprocess.Popen(
-                [*build_shim_command(), *host.prefix, str(program), *command[1:]],
+                [*build_shim_command(), *_enter(host), str(program), *command[1:]],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -232,13 +232,18 @@ def _write_files(cluster: SlurmCluster) -> None:
         )
     )
     # In another network namespace than its cluster's, a command enters that of the controller.
-    prefix = shlex.join(cluster.hosts[0].prefix)
+    prefix = shlex.join(_enter(cluster.hosts[0]))
     enter = f'test -n "$(ip netns identify $$)" || set -- {prefix} "$@"\n' if prefix else ""
     variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in _slurm_environment(folder).items())
     for client in sorted((UNPACKED / "usr/bin").glob("s*")):
         script = folder / "bin" / client.name
         script.write_text(f'#!/bin/sh\n{variables}set -- {client} "$@"\n{enter}exec "$@"\n')
         script.chmod(0o755)
+
+
+def _enter(host: Host) -> tuple[str, ...]:
+    """Return what stands before a command that is to run there. `ip netns exec` would hide the cgroups that slurmd needs."""
+    return ("nsenter", f"--net=/run/netns/{host.prefix[-1]}") if host.prefix else ()
 
 
 def _slurm_environment(folder: Path) -> dict[str, str]:
