@@ -117,13 +117,15 @@ class JobWatch:
                     replace(listing.items)
                     version = listing.version
                 self._note_answer(what)
-                wait_s = _RETRY_S[0]
+                wait_s, begun = _RETRY_S[0], time.monotonic()
                 for event in watch(version):
                     version = event.item["metadata"]["resourceVersion"]
                     change(event)
                     self._note_answer(what)
                     if self._over.is_set():
                         return
+                if time.monotonic() - begun < wait_s:  # something between ends watches at once
+                    self._over.wait(wait_s)
             except Exception as error:  # whatever it is: a job that nobody follows would seem to run for ever
                 version = ""
                 if isinstance(error, ApiError) and error.status == _GONE:
