@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any, ClassVar
 
-from launcher_harnesses import LocalHarness
+from launcher_contract import wait_until
+from launcher_harnesses import LocalHarness, find_processes
 from ray_cluster import RayCluster
 
 from draftworks.config.ray_launcher import RayLauncherSpec
@@ -24,9 +24,6 @@ class RayHarness(LocalHarness):
     time_limit_s = 15.0
     stall_limit_s = 10.0
     cluster: ClassVar[RayCluster]
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
 
     @classmethod
     def use(cls, cluster: RayCluster) -> None:
@@ -57,6 +54,9 @@ class RayHarness(LocalHarness):
 
     def preempt(self) -> None:
         self.cluster.kill_second_node()
+        wait_until(lambda: not find_processes(self.folder))
+        for up in self.work.glob("up.*"):  # of steps that were done after the test had seen the ranks at work
+            up.unlink()
         self.cluster.add_second_node()
 
     def clean_up(self) -> None:
