@@ -34,6 +34,7 @@ from draftworks.distributed import parent_death
 EXIT_LOST = 75
 """A node was lost, or the time is over: the job may be submitted again."""
 EXIT_STOPPED = 128 + signal.SIGTERM
+EXIT_USER_ERROR = 2
 POLL_S = 0.2
 MARGIN_S = 5.0
 """Beyond the grace, before torchrun is killed and before a node that says nothing counts as lost."""
@@ -303,6 +304,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="the job (JSON)")
     parser.add_argument("--node", nargs=4, metavar=("RANK", "COUNT", "MEETING", "ADDRESS"), help="set by Ray Train")
     parsed = parser.parse_args(arguments)
+    if not parsed.file.exists():
+        print(
+            f"{socket.gethostname()} does not see {parsed.file}: every node of the cluster needs the file system of `var`,"
+            " at the path that it has where Dagster runs",
+            file=sys.stderr,
+        )
+        return EXIT_USER_ERROR
     job = RayJob.load(parsed.file)
     log = os.open(job.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):

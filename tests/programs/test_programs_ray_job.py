@@ -23,6 +23,7 @@ from draftworks.programs.ray_job import (
     Node,
     RayJob,
     count_nodes,
+    main,
     run_on_node,
     wait_for_nodes,
 )
@@ -186,6 +187,11 @@ def test_a_job_that_was_ended_while_it_waited_runs_nothing(tmp_path: Path) -> No
     job.ask_to_stop("stopped")
     assert run_as_a_job(job, tmp_path).wait(PROMPT_S) == EXIT_STOPPED
     assert not (tmp_path / "began").exists()
+
+
+def test_a_node_without_the_shared_file_system_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "elsewhere" / "job.json")]) == 2
+    assert "needs the file system of `var`" in capsys.readouterr().err
 
 
 def make_nodes(cpus: Sequence[int]) -> list[dict]:
