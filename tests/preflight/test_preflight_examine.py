@@ -165,6 +165,18 @@ def test_folders_that_cannot_be_written_are_errors(fleet):
     assert any("features.root: " in error and "mount it" in error for error in errors)
 
 
+def test_object_storage_without_keys_is_an_error(fleet, monkeypatch):
+    monkeypatch.delenv("NOT_SET", raising=False)
+    deployment = fleet.root / "registry" / "deployment.yaml"
+    deployment.write_text(
+        "features: {kind: s3, url: 's3://drafts/features'}\npublish: {url: 's3://drafts/published'}\n"
+        "object_storage: {endpoint: 'http://127.0.0.1:9', access_key_env: NOT_SET}\n"
+    )
+    errors = fleet.check().errors
+    for key in ("features.url: s3://drafts/features", "publish.url: s3://drafts/published"):
+        assert any(f"deployment: {key}: the environment has no NOT_SET" in error for error in errors)
+
+
 def test_no_weights_are_read_and_nothing_is_allocated(fleet, monkeypatch):
     read, made = [], []
     monkeypatch.setattr(weight_files, "_open", lambda path: read.append(path))
