@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import dagster as dg
-from conftest import Site, new_site
 
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 
 MADE = ("conversations", "responses", "tokenized_train", "training_features")
 
 
-def prepare(folder: Path, tiny_folder: Path, workers: int) -> Site:
-    site = new_site(folder, tiny_folder, conversations=40)
+def prepare(site, workers: int) -> None:
     (site.registry / "deployment.yaml").write_text(
         f"launcher: {{programs: {{capture: {{workers: {workers}}}, regenerate: {{workers: {workers}}}}}}}\n"
     )
     selection = [*MADE, "target_model", "dataset", "recipe"]
     result = site.run("prepare", asset_selection=[dg.AssetKey(name) for name in selection])
     assert result.success, [event.message for event in result.all_events if event.is_failure]
-    return site
 
 
-def test_workers_change_no_result(tmp_path: Path, tiny_folder: Path):
-    sites = [prepare(tmp_path / str(workers), tiny_folder, workers) for workers in (1, 3)]
+def test_workers_change_no_result(site, tmp_path_factory):
+    site.write_chats(40)
+    sites = [site, site.copy(tmp_path_factory.mktemp("shared"))]
+    for each, workers in zip(sites, (1, 3), strict=True):
+        prepare(each, workers)
 
     def load(name: str) -> list[Artifact]:
         return [ArtifactStore(site.var).load_current(name, "small") for site in sites]
