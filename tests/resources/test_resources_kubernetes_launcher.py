@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_kubernetes import TRAINJOBS
 from kubernetes_harness import KubernetesHarness
-from launcher_contract import SchedulerContract, play, wait_until, wait_until_up
+from kubernetes_toys import kubernetes_bench
+from launcher_contract import TOYS, SchedulerContract, play, wait_until, wait_until_up
+
+from resources.torch_job import JobState, TorchJob
 
 pytestmark = pytest.mark.cluster  # not for what it needs, but for what it costs: real ranks, twenty times
 
@@ -57,3 +63,14 @@ class TestKubernetes(SchedulerContract):
         (failure,) = play(harness, "steps", start_patience_s=0).failures
         assert 'Back-off pulling image "draftworks:1": not found' in failure.description
         self.expect_nothing_left(harness)
+
+
+def test_torchruns_of_two_pods_meet(tmp_path: Path) -> None:
+    with kubernetes_bench(tmp_path, python=sys.executable) as bench:
+        scheduler, asked = bench.make_scheduler(), bench.request()
+        env = {**asked.env, "PYTHONPATH": os.pathsep.join([str(TOYS), str(TOYS.parents[1])])}
+        request = replace(asked, job=TorchJob("contract_worker", ("meet", str(bench.var)), nodes=2), env=env)
+        seen = bench.wait_for_end(scheduler, scheduler.create(request))
+        assert seen.state is JobState.SUCCEEDED, request.files.log.read_text()
+        assert "rank 0 speaks" in request.files.log.read_text()
+        assert "rank 1 speaks" in request.files.log.with_name("out-node1.log").read_text()
