@@ -15,7 +15,7 @@ def test_slurm_runs_a_job_on_two_nodes_and_leaves_nothing(tmp_path: Path) -> Non
     with slurm_cluster() as cluster:
         said = cluster.ask("srun", "--nodes=2", "--ntasks-per-node=1", "sh", "-c", "echo $SLURMD_NODENAME")
         assert sorted(said.split()) == list(NODES)
-        assert len(find_daemons(f"{cluster.folder}:")) == 4
+        assert len(find_daemons(f"{cluster.folder}:")) >= 4
         lingering = tmp_path / "linger.sh"
         lingering.write_text("#!/bin/sh\nsleep 600\n")
         cluster.ask("sbatch", f"--output={tmp_path}/log", str(lingering))

@@ -39,6 +39,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         for each, host in zip(names, hosts):
             _run("ip", "-n", each, "addr", "add", f"{host.address}/24", "dev", each)
             _run("ip", "-n", each, "link", "set", each, "up")
+            _run("ip", "-n", each, "link", "set", "lo", "up")  # a host reaches its own address by it
         yield hosts[0], hosts[1]
     finally:
         for each in names:
