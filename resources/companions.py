@@ -53,6 +53,7 @@ class RunningCompanions:
         submit: of the launcher: starts a companion's job, and returns its handle and files.
         poll, cancel: of the launcher.
         warn: called with what became of a companion.
+        settle: of the launcher: what is known of an ended job is forgotten.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class RunningCompanions:
         poll: Callable[[Any], JobStatus],
         cancel: Callable[[Any], None],
         warn: Callable[[str], None],
+        settle: Callable[[Any], None] = lambda handle: None,
     ) -> None:
         self._running: list[RunningCompanion] = []
         self._submit = submit
         self._poll = poll
         self._cancel = cancel
         self._warn = warn
+        self._settle = settle
 
     def start(self, companion: Companion) -> None:
         self._running.append(self._submit(companion))
@@ -105,7 +108,9 @@ class RunningCompanions:
     def cancel(self) -> None:
         """End all companions that still run, those that serve the others last."""
         for each in sorted(self._running, key=lambda each: each.companion.serves):
-            if not self._look(each).state.is_final:
+            if self._look(each).state.is_final:
+                self._settle(each.handle)
+            else:
                 self._cancel(each.handle)
 
     def _look(self, each: RunningCompanion) -> JobStatus:

@@ -213,7 +213,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
             handle = self.submit(companion.job, {**companion.job.env, **make_error_environment(own)}, own)
             return RunningCompanion(companion, handle, own)
 
-        beside = RunningCompanions(submit, self.poll, self.cancel, context.log.warning)
+        beside = RunningCompanions(submit, self.poll, self.cancel, context.log.warning, self.settle)
         with ExitStack() as sessions:
             try:
                 for each in companions:

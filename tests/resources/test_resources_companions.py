@@ -28,6 +28,7 @@ class Shell:
     started: list[subprocess.Popen] = field(default_factory=list)
     cancelled: list[subprocess.Popen] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    settled: list[subprocess.Popen] = field(default_factory=list)
 
     def submit(self, companion: Companion) -> RunningCompanion:
         self.started.append(subprocess.Popen(companion.job.args))
@@ -45,7 +46,7 @@ class Shell:
         handle.wait()
 
     def begin(self, *companions: Companion) -> RunningCompanions:
-        running = RunningCompanions(self.submit, self.poll, self.cancel, self.warnings.append)
+        running = RunningCompanions(self.submit, self.poll, self.cancel, self.warnings.append, self.settled.append)
         for each in companions:
             running.start(each)
         return running
@@ -125,3 +126,4 @@ def test_without_a_grace_that_all_use_the_end_comes_at_once(shell: Shell) -> Non
     running.finish(grace_s=60.0)
     assert time.monotonic() - began < 30
     assert shell.cancelled == [shell.started[0]]
+    assert shell.settled == [shell.started[1]], "what ended by itself is settled; a cancelled job is by being cancelled"
