@@ -1,4 +1,7 @@
-"""Jobs under a real torchrun: their reports and errors, and that no process of them is left."""
+"""Jobs under a real torchrun: their reports and errors, and that no process of them is left.
+
+What all launchers promise is asked in test_resources_launcher_contract.
+"""
 
 import os
 import re
@@ -172,12 +175,6 @@ def test_output_on_the_run_page_is_bounded_and_keeps_its_end(tmp_path: Path, cap
     assert log.stat().st_size > 2_400_000
 
 
-def test_time_limit_cancels_the_job(tmp_path: Path) -> None:
-    outcome = launch(worker("hang", tmp_path), tmp_path, retries=1, time_limit_s=0.5)
-    assert "over its time limit of 0.5 s" in outcome.failure.description
-    assert not survivors(tmp_path)
-
-
 @pytest.mark.parametrize("task", ["leave", "fall"])
 def test_what_a_job_that_ended_by_itself_leaves_behind_is_ended(task: str, tmp_path: Path) -> None:
     outcome = launch(worker(task, tmp_path, "1", procs=1), tmp_path, grace_s=2)
@@ -233,14 +230,6 @@ def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path, stopped_r
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path / "run.yaml") in (p.info["cmdline"] or [])]
 
 
-def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
-    with hanging_job("hang", tmp_path, grace_s=100) as host:
-        assert len(survivors(tmp_path)) >= 3
-        host.send_signal(signal.SIGINT)
-        host.wait(timeout=LONG_S)
-        assert not survivors(tmp_path)
-
-
 def test_repeated_signals_to_every_process_leave_the_ranks_time_to_save(tmp_path: Path) -> None:
     """Slurm signals each process of a job twice within a millisecond, the Dagster process among them."""
     with hanging_job("save", tmp_path, grace_s=60) as host:
@@ -267,13 +256,6 @@ def test_stuck_workers_are_killed_after_the_grace_with_their_hidden_children(tmp
         host.send_signal(signal.SIGINT)
         host.wait(timeout=LONG_S)
         assert not survivors(tmp_path)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
-def test_killing_dagster_ends_every_worker(tmp_path: Path) -> None:
-    with hanging_job("hang", tmp_path, grace_s=10) as host:
-        host.kill()
-        wait_until(lambda: not survivors(tmp_path), timeout_s=LONG_S)
 
 
 def launch_together(tmp_path: Path, *tasks: tuple[str, ...], **options: float) -> tuple[dict, dict, Any]:

@@ -246,6 +246,7 @@ class LauncherContract:
             assert sum(line.startswith("begins at step") for line in played.lines) == job.metadata["submissions"]
         else:
             assert "over its time limit" in played.failures[0].description
+            assert not played.failures[0].allow_retries
         self.expect_nothing_left(harness)
 
     def test_the_death_of_dagster_leaves_what_it_should(self, harness: LauncherHarness):
