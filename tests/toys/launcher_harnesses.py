@@ -36,7 +36,11 @@ class LocalHarness(LauncherHarness):
         return make_launcher(LocalLauncherSpec(**self.make_settings(**keys)))
 
     def list_left(self) -> list[str]:
-        return [" ".join(process.cmdline()) for process in find_processes(self.folder)]
+        found = []
+        for process in find_processes(self.folder):
+            with suppress(psutil.Error):  # it has ended meanwhile
+                found.append(" ".join(process.cmdline()))
+        return found
 
     def clean_up(self) -> None:
         for process in find_processes(self.folder):
