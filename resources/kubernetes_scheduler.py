@@ -81,7 +81,7 @@ class KubernetesScheduler(Scheduler):
                 # A call without an answer may have made the job all the same.
                 if error.status != _CONFLICT and not (error.is_passing and self._api.get_job(request.name)):
                     raise
-            if (existing := self._make_room(request, deadline)) is not None:
+            if (existing := self._make_room(request)) is not None:
                 return make_id(existing)
         raise LauncherError(f"{self._api.server}: a TrainJob {request.name} is being deleted and does not go away")
 
@@ -147,7 +147,7 @@ class KubernetesScheduler(Scheduler):
         for id in tuple(self._watches):
             self._forget(id)
 
-    def _make_room(self, request: JobRequest, deadline: float) -> dict[str, Any] | None:
+    def _make_room(self, request: JobRequest) -> dict[str, Any] | None:
         """Return the TrainJob that has a request's name if it is this very job; else delete it if it has ended.
 
         Raises:
