@@ -90,7 +90,7 @@ mooncake-env: $(MOONCAKE)/ready
 
 # The servers are real: one that cannot start is a failed test, and none is skipped.
 test-cluster: $(VENV)/ready .dagster/ready $(CLUSTER)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/deploy tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/benchmarks tests/deploy tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
 
 # Not part of CI: a cluster, its dashboard and its workers want a core and 3 GB for minutes.
 test-ray: $(RAY)/ready

@@ -45,6 +45,8 @@ def explain(error: Exception, verb: str, url: str, where: str, waited: float) ->
         return MissingObjectError(f"{where}: there is no such object")
     if code in _WRONG_KEYS:
         return ObjectStorageError(f"{where}: the server does not accept these keys ({code}). Correct them")
+    if code == "RequestTimeTooSkewed":
+        return ObjectStorageError(f"{where}: the clocks of this machine and of the server differ too much. Set them")
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError)):
         return ObjectStorageError(
             f"{where}: these keys may not {verb} here ({code or 'refused'}). Give them the right to, or correct them"

@@ -121,3 +121,20 @@ def test_conversations_on_the_server_are_the_same_data(stored_away: Any, server:
     again = stored_away.run(instance=dg.DagsterInstance.ephemeral())
     assert again.success, [event.message for event in again.all_events if event.is_failure]
     assert cache_states(again) == {"hit"}
+
+
+def test_keys_that_may_not_write_end_the_capture_before_anything_is_computed(
+    finished: Any, server: S3Server, tmp_path: Path
+):
+    site = finished.site.copy(tmp_path)
+    for made in ("feature_store", "eval_cache", *MADE_OF_FEATURES):
+        shutil.rmtree(site.var / made, ignore_errors=True)
+    write_deployment(site, server, "READER")
+    text = (site.registry / "deployment.yaml").read_text().replace("/features", "/others")
+    (site.registry / "deployment.yaml").write_text(text)
+    result = site.run("prepare", instance=dg.DagsterInstance.ephemeral(), torchrun=PROGRAMS)
+    assert not result.success
+    failed = [event for event in result.all_events if event.is_step_failure]
+    told = {event.step_key: event.step_failure_data.user_failure_data.description for event in failed}
+    assert "these keys may not write here (AccessDenied)" in told["training_features"]
+    assert list(server.connect("others").list()) == []
