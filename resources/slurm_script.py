@@ -116,32 +116,33 @@ def _build_torchrun(request: JobRequest) -> str:
     return " ".join('"${options[@]}"' if word == f"--rdzv{_OPTIONS}" else shlex.quote(word) for word in command)
 
 
-# Slurm sends SIGTERM to every process of a cancelled or pre-empted job, several times, and to the script alone before a
-# time limit. A second signal would cut torchrun's orderly end short. So torchrun and its ranks' start ignore SIGTERM, and
-# the script answers the first one with one SIGINT to each torchrun, which torchrun passes on to its ranks.
+# Slurm sends SIGTERM to every process of a cancelled job, several times; to those that srun started, but not to the script,
+# at the begin of a pre-emption's grace; and to the script alone before a time limit. A second signal would cut torchrun's
+# orderly end short. So torchrun and its ranks' start ignore SIGTERM, and the shell that started a torchrun answers the
+# first SIGTERM with one SIGINT, which torchrun passes on to its ranks. The script hands what only it got to these shells.
 _BODY = """\
-{path}marks={marks}  # NODE.began and NODE.exit
+{path}marks={marks}  # NODE.began, NODE.told when it has to stop, NODE.exit
 export OMP_NUM_THREADS={threads} TORCH_ELASTIC_SHUTDOWN_TIMEOUT={shutdown} PET_SIGNALS_TO_HANDLE=SIGINT
-rm -f "$marks"/*.began "$marks"/*.exit
+rm -f "$marks"/*
 shopt -s nullglob
 
 setup() {{
 {setup}
 }}
 
-has_begun() {{
-    compgen -G {ranks}/'*/attempt_*' >/dev/null  # torchrun is about to start ranks, and heeds signals
+stop_torchrun() {{
+    [ -z "$told" ] || return
+    told=1
+    : >"$marks/$SLURMD_NODENAME.told"
+    [ -n "$torchrun" ] || return
+    # Before there are ranks torchrun would ignore it, and nothing is lost by killing it.
+    if compgen -G {ranks}/'*/attempt_*' >/dev/null; then kill -INT $torchrun; else kill -KILL $torchrun; fi
 }}
 
 run_torchrun() {{
-    local torchrun= code=143
-    trap '' TERM
-    # Of a step all processes get the signal, torchrun too; on one node the script signals this shell alone. Before there
-    # are ranks torchrun would ignore it, and nothing is lost by killing it.
-    trap '[ -z "$torchrun" ] || has_begun || kill -KILL $torchrun' INT
-    trap '[ -z "$torchrun" ] || if has_begun; then kill -INT $torchrun; else kill -KILL $torchrun; fi' USR1
+    local torchrun= told= code=143 options
+    trap stop_torchrun TERM
     setup
-    local options
     if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
         # Ranks of one node meet in a file on a disk of the node and open no port to others.
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -154,52 +155,56 @@ run_torchrun() {{
             --rdzv-id="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" --rdzv-conf="is_host=$is_host" --local-addr="$address")
     fi
     echo "$SLURM_JOB_ID" >"$marks/$SLURMD_NODENAME.began"
-    {torchrun} &
-    torchrun=$!
-    while wait $torchrun; code=$?; kill -0 $torchrun 2>/dev/null; do :; done
+    if [ -z "$told" ]; then
+        (
+            trap '' TERM
+            exec {torchrun}
+        ) &
+        torchrun=$!
+        [ -z "$told" ] || kill -KILL $torchrun
+        while wait $torchrun; code=$?; kill -0 $torchrun 2>/dev/null; do :; done
+    fi
     [ -z "${{meeting:-}}" ] || rm -rf "$meeting"
     echo "$code" >"$marks/.$SLURMD_NODENAME" && mv "$marks/.$SLURMD_NODENAME" "$marks/$SLURMD_NODENAME.exit"
     return "$code"
 }}
 
-if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
-    run_torchrun &
-else
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     # The nodes' addresses are those by which Slurm reaches them; names need not be known to every node.
     NODE_ADDRESSES=$(scontrol --oneliner show nodes "$SLURM_JOB_NODELIST" | sed -n 's/^NodeName=\\([^ ]*\\) .*NodeAddr=\\([^ ]*\\).*/\\1=\\2/p')
     HEAD_NODE=$SLURMD_NODENAME
     HEAD_ADDRESS=$(sed -n "s/^$HEAD_NODE=//p" <<<"$NODE_ADDRESSES")
     HEAD_PORT=$({python} -I -S -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-    export marks NODE_ADDRESSES HEAD_NODE HEAD_ADDRESS HEAD_PORT
-    srun --ntasks-per-node=1 --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait=0 \\
-        bash -c "$(declare -f setup has_begun run_torchrun); run_torchrun" &
+    export NODE_ADDRESSES HEAD_NODE HEAD_ADDRESS HEAD_PORT
 fi
+export marks
+srun --ntasks-per-node=1 --cpus-per-task={cpus} --mpi=none --kill-on-bad-exit=0 --wait=0 \\
+    bash -c "$(declare -f setup stop_torchrun run_torchrun); run_torchrun" &
 step=$!
 
-stopped_at= signalled=
+stopped_at=
 stop() {{
     [ -z "$stopped_at" ] || return
     stopped_at=$SECONDS
-    if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
-        kill -USR1 $step
-    else
-        scancel --signal=INT "$SLURM_JOB_ID.0"
-    fi
+    scancel --signal=TERM "$SLURM_JOB_ID.0" 2>/dev/null
 }}
-trap 'signalled=1; stop' TERM
+trap stop TERM
 
 # A torchrun that has failed lets those of other nodes wait for its ranks: after the grace they are stopped, then killed.
-failed_at=
+failed_at= told=()
 while kill -0 $step 2>/dev/null; do
     sleep 1 &
     wait -n $step $! 2>/dev/null
-    if [ -z "$failed_at" ] && grep -qvx 0 "$marks"/*.exit 2>/dev/null; then failed_at=$SECONDS; fi
+    if [ -z "$failed_at" ] && grep -qvx 0 "$marks"/*.exit /dev/null; then
+        failed_at=$SECONDS told=("$marks"/*.told)
+    fi
     if [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge {grace} ]; then stop; fi
     if [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge $((2 * {grace})) ]; then scancel --signal=KILL "$SLURM_JOB_ID.0"; break; fi
 done
 wait $step
 code=$?
 # srun may be ended before the nodes are: what they save meanwhile must not be cut short.
+[ -n "$failed_at" ] || told=("$marks"/*.told)
 for _ in $(seq {grace}); do
     left=
     for began in "$marks"/*.began; do [ -e "${{began%.began}}.exit" ] || left=1; done
@@ -207,6 +212,6 @@ for _ in $(seq {grace}); do
     sleep 1
 done
 [ -z "$left" ] || exit {lost}
-[ -z "$signalled" ] || [ "$code" = 0 ] || exit {stopped}
+[ "${{#told[@]}}" = 0 ] || [ "$code" = 0 ] || exit {stopped}
 exit "$code"
 """
