@@ -116,7 +116,7 @@ def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster:
     run.out.mkdir()
     file = run.save(tmp_path / "run.yaml")
     own = {"kind": "slurm", "commands": str(cluster.commands), "poll_interval_s": 0.2, "nodes": 2, "min_nodes": 1}
-    identity = JobIdentity("dw-lost", tmp_path / "job.json", "small/draft", run.checkpoints)
+    identity = JobIdentity("dw-lost", tmp_path / "job.json", "small/draft", (run.checkpoints,))
     job = TorchJob("draftworks.programs.train", (str(file),), nodes=2, identity=identity)
     reports = []
 
