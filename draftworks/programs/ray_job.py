@@ -93,6 +93,10 @@ class RayJob:
         """Return the file that exists while torchrun runs on a node."""
         return Path(self.folder) / f"node{rank}.running"
 
+    def locate_code(self, rank: int) -> Path:
+        """Return the file with the exit code of a node."""
+        return Path(self.folder) / f"node{rank}.code"
+
     def find_markers(self) -> list[Path]:
         return list(Path(self.folder).glob("node*.running"))
 
@@ -146,19 +150,30 @@ def run_here(job: RayJob) -> int:
     return EXIT_LOST if job.is_out_of_time else code
 
 
-def run_on_node(job: RayJob, node: Node) -> int:
-    """Run torchrun on one of several nodes, until it ends, is asked to by the stop file, or loses Ray's worker.
+def run_on_node(job: RayJob, node: Node, worker: int) -> int:
+    """Run torchrun on one of several nodes, until it ends, is asked to by the stop file, or loses Ray's worker (a pid).
 
-    Returns torchrun's exit code; 0 after an orderly stop, since a worker that fails would end those of other nodes at once.
+    Writes and returns torchrun's exit code; 0 after an orderly stop, since a worker that fails would end those of other
+    nodes at once.
     """
-    parent, marker = os.getppid(), job.locate_marker(node.rank)
-    marker.write_text(socket.gethostname())
+    process = psutil.Process(worker) if psutil.pid_exists(worker) else None
+    marker = job.locate_marker(node.rank)
+    marker.write_text(f"{socket.gethostname()} {os.getpid()}")
     try:
         command = node.fill_in(job.command)
-        code = run_torchrun(job, command, lambda: job.stop_file.exists() or os.getppid() != parent)
+        code = run_torchrun(job, command, lambda: job.stop_file.exists() or not _is_alive(process))
+        code = 0 if job.stop_file.exists() else code
+        job.locate_code(node.rank).write_text(str(code))
     finally:
         marker.unlink(missing_ok=True)
-    return 0 if job.stop_file.exists() else code
+    return code
+
+
+def _is_alive(process: psutil.Process | None) -> bool:
+    try:
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def run_torchrun(
@@ -212,11 +227,16 @@ def start_clock(job: RayJob) -> None:
 
 
 def start_on_node(config: Mapping[str, str]) -> None:
-    """Start `run_on_node` from Ray Train's worker, in a process that outlives it. Raises RuntimeError if torchrun fails."""
+    """Start `run_on_node` from Ray Train's worker and wait for it. Raises RuntimeError if torchrun fails.
+
+    It runs in a process that is no child of the worker: Ray kills a worker's children, and the ranks could not save.
+    """
     import contextlib
     import os
+    import pathlib
     import socket
     import subprocess
+    import time
 
     import ray.train  # pyright: ignore[reportMissingImports]
     import ray.util  # pyright: ignore[reportMissingImports]
@@ -228,14 +248,20 @@ def start_on_node(config: Mapping[str, str]) -> None:
         free.bind(("", 0))
         found = f"{address}:{free.getsockname()[1]}" if rank == 0 else None
     meeting = broadcast_from_rank_zero(found)
-    place = [str(rank), str(context.get_world_size()), meeting, address]
+    place = [str(rank), str(context.get_world_size()), meeting, address, str(os.getpid())]
     command = [config["python"], "-m", "draftworks.programs.ray_job", config["file"], "--node", *place]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [config["root"], os.environ.get("PYTHONPATH")]))}
-    code = subprocess.run(
-        command, env=env, start_new_session=True
-    ).returncode  # Ray ends a worker with its process group
-    if code != 0:
-        raise RuntimeError(f"torchrun on node {rank} ({address}) exited with code {code}")
+    subprocess.run(command, env=env, start_new_session=True, check=True)
+    folder = pathlib.Path(config["file"]).parent
+    code, marker = folder / f"node{rank}.code", folder / f"node{rank}.running"
+    missing = 0
+    while not code.exists() or not code.read_text():
+        missing = 0 if marker.exists() else missing + 1
+        if missing * 0.5 > 60:
+            raise RuntimeError(f"the process that runs torchrun on node {rank} ({address}) is gone")
+        time.sleep(0.5)
+    if code.read_text() != "0":
+        raise RuntimeError(f"torchrun on node {rank} ({address}) exited with code {code.read_text()}")
 
 
 def run_on_nodes(job: RayJob, file: Path) -> int:
@@ -302,7 +328,8 @@ def wait_for_nodes(job: RayJob, timeout_s: float) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="the job (JSON)")
-    parser.add_argument("--node", nargs=4, metavar=("RANK", "COUNT", "MEETING", "ADDRESS"), help="set by Ray Train")
+    place = ("RANK", "COUNT", "MEETING", "ADDRESS", "WORKER")
+    parser.add_argument("--node", nargs=5, metavar=place, help="set by Ray Train's workers")
     parsed = parser.parse_args(arguments)
     if not parsed.file.exists():
         print(
@@ -318,8 +345,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.path.isdir(job.cwd):
         os.chdir(job.cwd)
     if parsed.node is not None:
-        rank, count, meeting, address = parsed.node
-        return run_on_node(job, Node(int(rank), int(count), meeting, address))
+        rank, count, meeting, address, worker = parsed.node
+        if os.fork():
+            return 0
+        return run_on_node(job, Node(int(rank), int(count), meeting, address), int(worker))
     if job.stop_file.exists():
         print("this job was ended while it waited for a place", flush=True)
         return EXIT_STOPPED

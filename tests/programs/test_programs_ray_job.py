@@ -50,7 +50,7 @@ def make_job(folder: Path, code: str = "", **changes) -> RayJob:
 
 def run_in_background(job: RayJob) -> tuple[threading.Thread, list[int]]:
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(run_on_node(job, FIRST)), daemon=True)
+    thread = threading.Thread(target=lambda: codes.append(run_on_node(job, FIRST, os.getpid())), daemon=True)
     thread.start()
     return thread, codes
 
@@ -90,7 +90,9 @@ def test_torchrun_gets_its_node_s_place_and_no_rank_of_ray_train(
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_node_answers_with_the_code_of_torchrun(tmp_path: Path, code: int) -> None:
-    assert run_on_node(make_job(tmp_path, f"raise SystemExit({code})"), FIRST) == code
+    job = make_job(tmp_path, f"raise SystemExit({code})")
+    assert run_on_node(job, FIRST, os.getpid()) == code
+    assert job.locate_code(0).read_text() == str(code)
     assert wait_for_nodes(make_job(tmp_path), 0)
 
 
@@ -123,7 +125,7 @@ def test_torchrun_that_does_not_end_is_killed_after_the_grace(tmp_path: Path, mo
 
 
 def test_torchrun_ends_when_the_worker_of_ray_has_been_killed(tmp_path: Path) -> None:
-    """The worker starts the node's process in a session of its own, and is killed."""
+    """Ray kills a worker and all that are below it, so the process that runs torchrun is not."""
     code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     make_job(tmp_path, code).save(tmp_path / "job.json")
     node = [
@@ -132,15 +134,13 @@ def test_torchrun_ends_when_the_worker_of_ray_has_been_killed(tmp_path: Path) ->
         "draftworks.programs.ray_job",
         str(tmp_path / "job.json"),
         "--node",
-        "0",
-        "2",
-        "a:1",
-        "a",
+        *["0", "2", "a:1", "a"],
     ]
-    worker = f"import subprocess; subprocess.run({node!r}, start_new_session=True)"
+    worker = f"import os, subprocess, time; subprocess.run({node!r} + [str(os.getpid())]); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", worker])
     wait_for(tmp_path / "pid")
-    process.kill()
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+        each.kill()
     process.wait()
     assert wait_for_nodes(make_job(tmp_path), PROMPT_S)
     pid = int((tmp_path / "pid").read_text())
