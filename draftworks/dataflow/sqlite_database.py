@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ APPLICATION_ID = 0x44574350
 """SQLite's mark of the program that a file belongs to: "DWCP"."""
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 60.0
+_RETRY_S = 0.01
 WAL_PAGES = 8192
 """Pages of 4 KiB that gather in the log before they are copied into the file, each page once."""
 _TABLES = """
@@ -154,7 +156,7 @@ class SqliteDatabase:
         connection.execute("BEGIN")  # one view of the file: another process may be making its tables
         self._require_own(connection)
         connection.execute("COMMIT")
-        connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        self._choose_wal(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         connection.execute("BEGIN IMMEDIATE")
@@ -166,6 +168,18 @@ class SqliteDatabase:
         for statement in _LATER_TABLES:
             connection.execute(statement)
         connection.execute("COMMIT")
+
+    def _choose_wal(self, connection: sqlite3.Connection) -> None:
+        """Set the journal of the file. SQLite does not wait for another process that does so at the same moment."""
+        deadline = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL").fetchone()
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_S)
 
     def _require_own(self, connection: sqlite3.Connection) -> bool:
         """Return False for an empty file. Raises StoreError for the database of another program or schema."""

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 from types import SimpleNamespace
 
+import dagster as dg
 import pytest
 
 from draftworks.config.run_files import MemoryRun, ProduceRun, StreamSteps, TargetFiles
@@ -18,6 +19,8 @@ from spec_assets.stream_services import choose_endpoint, locate_database, make_s
 
 CONTEXT = SimpleNamespace(
     run=SimpleNamespace(run_id="0123456789"),
+    partition_key="small",
+    asset_key=dg.AssetKey("eagle3_draft"),
     op_execution_context=SimpleNamespace(op_handle=SimpleNamespace(name="eagle3_draft")),
 )
 
@@ -26,6 +29,8 @@ CONTEXT = SimpleNamespace(
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.delenv(TOKEN_ENV, raising=False)
     (tmp_path / "deployment.yaml").write_text("var: var\n")
+    (tmp_path / "targets").mkdir()
+    (tmp_path / "targets" / "small.yaml").write_text("model: m\ndataset: d\n")
     return Workspace(registry_root=str(tmp_path))
 
 
