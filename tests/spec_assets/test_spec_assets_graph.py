@@ -10,10 +10,10 @@ import time
 import dagster as dg
 import pyarrow.parquet as pq
 import pytest
-from filelock import FileLock
 
 from draftworks.export.names import GATE_MEANINGS
 from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.lease import LeasePath
 
 MADE = {
     "conversations",
@@ -177,7 +177,8 @@ def test_an_override_of_the_run_config_makes_another_draft_that_is_compared_with
 def test_a_second_run_on_the_same_partition_waits_for_the_first(site, caplog):
     lock = site.var / "conversations" / "small" / ".lock"
     lock.parent.mkdir(parents=True)
-    first = FileLock(lock, thread_local=False)
+    first = LeasePath(lock).try_acquire()
+    assert first is not None
 
     def release_once_it_waits() -> None:
         deadline = time.monotonic() + 60
@@ -185,7 +186,7 @@ def test_a_second_run_on_the_same_partition_waits_for_the_first(site, caplog):
             time.sleep(0.02)
         first.release()
 
-    with first, caplog.at_level("INFO"):
+    with caplog.at_level("INFO"):
         ending = threading.Thread(target=release_once_it_waits)
         ending.start()
         result = site.run("prepare", asset_selection=[dg.AssetKey("conversations")])
