@@ -8,7 +8,7 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.config.registry_files import TargetSpec
+from draftworks.config.registry_files import CaptureSpec, TargetSpec
 from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, CaptureRun, FeatureSet, StoreSpec, TargetFiles
 from draftworks.errors import DataError
 from draftworks.evaluation.cache.eval_cache import CacheEntry, EvalCache
@@ -193,8 +193,13 @@ class EvalSubject:
             "eval_data": self.responses.data_version,
             "target": self.files.digest,
             "tokenizer": self.files.tokenizer_digest,
-            "capture": digest(self.target.capture.to_identity()),
+            "capture": digest(self.capture.to_identity()),
         }
+
+    @property
+    def capture(self) -> CaptureSpec:
+        """Settings of the capture. Eval features are never encoded: drafts are compared on what the target computed."""
+        return self.target.capture.as_plain()
 
     @property
     def identity(self) -> EvalFeaturesIdentity:
@@ -219,7 +224,7 @@ class EvalSubject:
             context.log.warning("some cached features are missing in the store: capturing them again")
 
         def produce(out: Path) -> None:
-            capture = self.target.capture
+            capture = self.capture
             run = CaptureRun(
                 out=out,
                 target=self.files,

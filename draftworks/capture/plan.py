@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from draftworks.capture.engine import find_backend, make_engine_identity
 from draftworks.config.run_files import CaptureRun
@@ -13,6 +16,7 @@ from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError
 from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetIdentity
+from draftworks.features.scaled_fp8 import SCALE_BYTES, STORED, encode_stream
 from draftworks.storage.identity import FeatureIdentity, LayerTap, Stream, digest
 
 GB = 1e9
@@ -37,7 +41,8 @@ class StreamPlan:
             )
         last = find_backend(run.capture.backend).last_hidden
         taps = tuple(LayerTap(k) for k in sorted(set(run.taps)))
-        identity = FeatureIdentity(run.target.digest, make_engine_identity(run.capture), run.capture.dtype)
+        capture = run.capture
+        identity = FeatureIdentity(run.target.digest, make_engine_identity(capture), capture.dtype, capture.storage)
         return cls((*taps, last), identity, run.target.hidden_size)
 
     @property
@@ -53,17 +58,30 @@ class StreamPlan:
         return {stream.name: self.identity.key(token_digest, stream) for stream in self.streams}
 
     def make_specs(self, num_tokens: int) -> dict[str, FeatureSpec]:
-        shape = (num_tokens, self.hidden_size)
+        """Return the specs of a sample's features as they are stored, by stream name."""
         return {
             stream.name: FeatureSpec(
                 stream.name,
-                shape,
-                self.identity.dtype,
+                self._make_shape(stream, num_tokens),
+                self.identity.get_stored_dtype(stream),
                 target_repr=None if isinstance(stream, LayerTap) else "hidden_state",
                 target_meta={} if isinstance(stream, LayerTap) else {"normed": stream.normed},
             )
             for stream in self.streams
         }
+
+    def encode(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return streams (S, H) by name as they are stored, see `scaled_fp8`."""
+        by_name = {stream.name: stream for stream in self.streams}
+        dtypes = {name: self.identity.get_stored_dtype(by_name[name]) for name in streams}
+        return {
+            name: encode_stream(tensor) if dtypes[name] == STORED else tensor.to(getattr(torch, dtypes[name]))
+            for name, tensor in streams.items()
+        }
+
+    def _make_shape(self, stream: Stream, num_tokens: int) -> tuple[int, int]:
+        encoded = self.identity.get_stored_dtype(stream) == STORED
+        return num_tokens, self.hidden_size + (SCALE_BYTES if encoded else 0)
 
 
 @dataclass(frozen=True)
@@ -166,6 +184,7 @@ def make_set_identity(run: CaptureRun, streams: StreamPlan) -> FeatureSetIdentit
         numerics=streams.identity.engine.numerics,
         dtype=streams.identity.dtype,
         last_normed=last.normed,
+        storage=None if streams.identity.storage == "plain" else streams.identity.storage,
     )
 
 

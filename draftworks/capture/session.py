@@ -265,7 +265,7 @@ class _Session:
         if self._done == 0:
             verify_head_of(engine, captured)
         for each in captured:
-            self._hold(each.job, each.select_missing(self._run.capture.dtype))
+            self._hold(each.job, each.encode_missing(self._plan.streams))
         if self._confirm is None or self._held_bytes >= self._run.capture.shard_mb << 20:
             self._store_held(engine)
         self._report(oldest.batch)

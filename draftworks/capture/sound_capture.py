@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from draftworks.capture.background import await_result
@@ -36,9 +35,9 @@ class CapturedSample:
     input_ids: list[int]
     streams: dict[str, Tensor]
 
-    def select_missing(self, dtype: str) -> dict[str, Tensor]:
-        """Return the streams that the job asks to store, in the dtype of the store."""
-        return {name: self.streams[name].to(getattr(torch, dtype)) for name in self.job.missing}
+    def encode_missing(self, plan: StreamPlan) -> dict[str, Tensor]:
+        """Return the streams that the job asks to store, as the store keeps them."""
+        return plan.encode({name: self.streams[name] for name in self.job.missing})
 
 
 class SoundCapture:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from draftworks.config.base import Dtype, Spec
 from draftworks.config.sglang import ServerSpec
 
+FeatureStorage = Literal["plain", "fp8", "fp8_taps"]
 _SAME_ENGINE = {"sglang": "sglang_server"}
 """Backends that share one engine name in identities: SGLang gives the same results in this process and behind HTTP."""
 
@@ -32,7 +33,10 @@ class CustomEngineSpec(Spec):
 
 
 class CaptureSpec(Spec):
-    """How the target's hidden states are captured. `backend`, `dtype` and `compute_dtype` determine their values."""
+    """How the target's hidden states are captured.
+
+    `backend`, `dtype`, `storage` and `compute_dtype` determine their values.
+    """
 
     backend: Literal["hf", "sglang", "sglang_server", "custom"] = Field(
         default="hf",
@@ -44,6 +48,12 @@ class CaptureSpec(Spec):
     custom: CustomEngineSpec | None = Field(default=None, description="The engine of `backend: custom`.")
     dtype: Dtype = Field(
         default="bfloat16", description="Dtype of the stored features; the target runs in `compute_dtype`."
+    )
+    storage: FeatureStorage = Field(
+        default="plain",
+        description="How training features are encoded: plain is `dtype`; fp8 is float8_e4m3fn with a scale per token and "
+        "stream, half of bfloat16's bytes; fp8_taps is fp8 but for `last`, the teacher's stream. Eval features are always "
+        "plain.",
     )
     compute_dtype: Dtype = Field(default="bfloat16", description="Dtype of the target's weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
@@ -87,6 +97,11 @@ class CaptureSpec(Spec):
 
     @model_validator(mode="after")
     def _check_backend(self) -> CaptureSpec:
+        if self.storage != "plain" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"storage {self.storage} is read as bfloat16: expected dtype bfloat16, found {self.dtype}. Remove dtype, or "
+                "use storage plain"
+            )
         if self.backend == "custom" and self.custom is None:
             raise ValueError("backend custom needs the key custom, with entry_point and engine")
         if self.backend != "custom" and self.custom is not None:
@@ -117,4 +132,9 @@ class CaptureSpec(Spec):
 
     def to_identity(self) -> dict[str, Any]:
         decided = {"backend": self.engine, "dtype": self.dtype, "compute_dtype": self.compute_dtype}
-        return decided | ({"args": self.engine_args} if self.engine_args else {})
+        decided |= {"args": self.engine_args} if self.engine_args else {}
+        return decided | ({} if self.storage == "plain" else {"storage": self.storage})
+
+    def as_plain(self) -> CaptureSpec:
+        """Return the settings of features that are stored in `dtype`, as those of eval sets are."""
+        return self.model_copy(update={"storage": "plain"})

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCHEMA_VERSION = 1
+_SIZES = {
+    **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1},
+    **{"int64": 8, "int32": 4, "bool": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class FeatureSpec:
 
     @property
     def nbytes(self) -> int:
-        size = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}[self.dtype]
+        size = _SIZES[self.dtype]
         for dimension in self.shape:
             size *= dimension
         return size

@@ -28,7 +28,9 @@ class FeatureSetIdentity:
         target: digest of the target's weights.
         engine: name of the engine that captured them.
         numerics: revision of the engine's numerical results.
+        dtype: of the features as they are read.
         last_normed: whether `last` was captured after the target's final norm.
+        storage: how they are encoded in the store, as `capture.storage`; None: in `dtype`.
     """
 
     target: str | None = None
@@ -36,6 +38,7 @@ class FeatureSetIdentity:
     numerics: int | None = None
     dtype: str | None = None
     last_normed: bool = True
+    storage: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -1,4 +1,4 @@
-"""Reading of one micro-batch: fetch its samples, copy them if the store requires it, collate."""
+"""Reading of one micro-batch: fetch its samples, decode them, copy them if the store requires it, collate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftworks.errors import DraftworksError
 from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef, TrainBatch
+from draftworks.features.scaled_fp8 import decode_features
 from draftworks.features.schedule import MicroBatch
 from draftworks.features.step_leases import StepLeases
 
@@ -88,8 +89,10 @@ class SampleReader:
         try:
             tensors, handle = self._store.get(ref)
             try:
-                if self._store.lease_bound:
-                    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+                decoded = decode_features(tensors, "features")
+                if self._store.lease_bound:  # what was decoded is a copy
+                    decoded = {k: v.clone() if v is tensors[k] else v for k, v in decoded.items()}
+                tensors = decoded
             finally:
                 if self._leases is None:
                     self._store.release(handle)

@@ -41,6 +41,7 @@ DTYPE_NAMES = {
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
     "I64": "int64",
     "I32": "int32",
     "BOOL": "bool",

@@ -27,6 +27,7 @@ from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.manifest import FeatureSetManifest, read_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.features.packing import PackLimits
+from draftworks.features.scaled_fp8 import get_decoded_dtype
 from draftworks.features.schedule import find_left_out
 from draftworks.programs.program import ProgramContext
 from draftworks.runtime.planned_loader import make_planned_loader
@@ -104,7 +105,7 @@ def open_samples(
             f"{features.features}: `last` was captured before the target's final norm, expected after it: the head "
             "would give other logits. Capture the features again"
         )
-    dtypes = {spec.dtype for ref in manifest.refs for spec in ref.feature_specs.values()}
+    dtypes = {get_decoded_dtype(spec.dtype) for ref in manifest.refs for spec in ref.feature_specs.values()}
     if len(dtypes) > 1:
         raise StoreError(
             f"{features.features}: features of several dtypes, {', '.join(sorted(dtypes))}: expected one. Capture the "

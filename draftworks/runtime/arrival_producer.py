@@ -248,7 +248,7 @@ class ArrivalWorker:
             "input_ids": torch.from_numpy(np.asarray(row.input_ids, dtype=np.int64)),
             "loss_mask": torch.from_numpy(np.array(row.loss_mask, dtype=np.bool_)),
         }
-        return {**tokens, **captured.select_missing(self._run.capture.dtype)}
+        return {**tokens, **captured.encode_missing(self._plan)}
 
     def _put(self, captured: CapturedSample, tensors: dict[str, Tensor], size: InFlight) -> SampleRef:
         job = captured.job

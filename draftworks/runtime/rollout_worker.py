@@ -218,7 +218,7 @@ class RolloutWorker:
         if self._confirm is not None:
             self._confirm(begun.engine)
         for each in captured:
-            tensors = each.select_missing(self._run.capture.dtype)
+            tensors = each.encode_missing(self._streams)
             self._store.put(each.job.make_ref(self._store.uri), tensors)
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             self._add(captured=1, tokens=each.job.num_tokens, nbytes=nbytes)

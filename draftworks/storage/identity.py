@@ -164,17 +164,28 @@ class EngineIdentity:
 
 @dataclass(frozen=True)
 class FeatureIdentity:
-    """The parts of a feature key that are the same for all features of a run; token digest and stream are added."""
+    """The parts of a feature key that are the same for all features of a run; token digest and stream are added.
+
+    Attributes:
+        dtype: of the features as they are read.
+        storage: "plain": stored in `dtype`. "fp8": stored as scaled float8_e4m3fn. "fp8_taps": so stored but for `last`.
+    """
 
     target_digest: str
     engine: EngineIdentity
     dtype: str
+    storage: str = "plain"
+
+    def get_stored_dtype(self, stream: Stream) -> str:
+        """Return the dtype in which a stream is stored."""
+        encoded = self.storage == "fp8" or (self.storage == "fp8_taps" and isinstance(stream, LayerTap))
+        return "float8_e4m3fn" if encoded else self.dtype
 
     def key(self, token_digest: str, stream: Stream) -> str:
         """Return the content key of one sample's feature at one stream: 32 hex digits."""
         where = ["tap", stream.hf_index] if isinstance(stream, LayerTap) else ["last", stream.normed]
         fields = [FEATURE_SCHEMA, token_digest, self.target_digest, where]
-        fields += [self.engine.name, self.engine.numerics, self.dtype]
+        fields += [self.engine.name, self.engine.numerics, self.get_stored_dtype(stream)]
         return hashlib.sha256(canonical_json(fields).encode()).hexdigest()[:32]
 
 

@@ -128,7 +128,7 @@ SETTINGS = [
     Settings(
         CaptureSpec(),
         own,
-        {"backend", "dtype", "compute_dtype", "custom"},
+        {"backend", "dtype", "storage", "compute_dtype", "custom"},
         {"server", "device", "batch_tokens", "processes", "shard_mb", "budget_gb", "max_failed_share"}
         | {"probe_gb", "allow_unprobed", "in_flight_tokens", "in_flight_mb"},
         {"custom": CUSTOM, "server": ServerSpec(tp_size=2)},

@@ -26,7 +26,7 @@ from draftworks.features.contracts import (
     assert_no_tensors,
 )
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.bool]
 MAX_USES = 400
 """Uses of the file system by one put, at most."""
 
@@ -176,8 +176,8 @@ class WritingContract(ReadingContract):
         ref = publish(store, toy_ref(1), tensors)
         for reader in (store, harness.open()):
             found, _ = reader.get(ref)
-            assert {name: (found[name].dtype, found[name].tolist()) for name in tensors} == {
-                name: (dtype, tensor.tolist()) for name, tensor in tensors.items()
+            assert {name: (found[name].dtype, found[name].double().tolist()) for name in tensors} == {
+                name: (dtype, tensor.double().tolist()) for name, tensor in tensors.items()
             }
 
     def test_put_fills_in_the_ref(self, harness: StoreHarness, store: FeatureStore):

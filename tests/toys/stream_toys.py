@@ -93,8 +93,8 @@ class StreamFiles:
 
     def capture_run(self, name: str) -> CaptureRun:
         """Batches of one sample, so that no feature depends on what is captured beside it."""
-        options = {"batch_tokens": 1, **self.capture_options}
-        capture = CaptureSpec(dtype="float32", compute_dtype="float32", device="cpu", **options)
+        options = {"dtype": "float32", "compute_dtype": "float32", "batch_tokens": 1, **self.capture_options}
+        capture = CaptureSpec(device="cpu", **options)
         return CaptureRun(
             out=self.folder / f"{name}-features",
             target=self.target,
