@@ -20,6 +20,7 @@ ROOMS = [
         "strategies",
         "training",
         "runtime",
+        "service",
         "fleet",
         "preflight",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from draftworks.config.run_files import TOKENS_FOLDER
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import StoreError
-from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
 from draftworks.evaluation.report.findings import WALK
 from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
@@ -85,22 +85,53 @@ def compare_with_replaced_draft(artifacts: ArtifactStore, asset: str, target: st
     old = find_previous_report(artifacts, new)
     if old is None:
         return ReplacedDraftComparison(new, None, reason=_explain_no_previous(artifacts, new))
-    measured = _Measured.of(artifacts, new)
+    found = compare_reports(artifacts, new, old, HELDOUT)
+    return ReplacedDraftComparison(new, old, found.paired, found.reason)
+
+
+@dataclass(frozen=True)
+class WalkComparison:
+    """The walks of two reports on one eval set, on the prompts of both.
+
+    Attributes:
+        paired: accepted tokens per pass, the new draft's minus the old one's; None if they cannot be compared.
+        new, old: accepted tokens per pass of each draft on these prompts.
+        reason: why they cannot be compared.
+    """
+
+    paired: PairedDifference | None = None
+    new: float | None = None
+    old: float | None = None
+    reason: str = ""
+
+
+def compare_reports(
+    artifacts: ArtifactStore, new: Artifact, old: Artifact, eval_set: str, confidence: float | None = None
+) -> WalkComparison:
+    """Compare the walks of two reports on one eval set, see `compare_with_replaced_draft` for the prompts that count.
+
+    Args:
+        confidence: level of the interval; that of the new report by default.
+
+    Raises:
+        StoreError: the new report or its eval data is missing or damaged.
+    """
+    measured = _Measured.of(artifacts, new, eval_set)
     try:
-        before = _Measured.of(artifacts, old)
+        before = _Measured.of(artifacts, old, eval_set)
     except StoreError as error:
-        return ReplacedDraftComparison(new, old, reason=f"the report before it cannot be used: {error}")
+        return WalkComparison(reason=f"the report before it cannot be used: {error}")
     if measured.draft_tokens != before.draft_tokens:
-        return ReplacedDraftComparison(
-            new, old, reason=_explain_other_draft_tokens(measured.draft_tokens, before.draft_tokens)
-        )
+        return WalkComparison(reason=_explain_other_draft_tokens(measured.draft_tokens, before.draft_tokens))
     same = find_identical_samples(measured.tokens, before.tokens)
     pair = [[prompt for prompt in one.walk if prompt.sample_id in same] for one in (measured, before)]
-    if not _ids_with_a_pass(pair[0]) & _ids_with_a_pass(pair[1]):
-        return ReplacedDraftComparison(
-            new, old, reason="no held-out prompt has the same tokens in both reports and a pass in both"
-        )
-    return ReplacedDraftComparison(new, old, paired_difference(pair[0], pair[1], resampling=measured.resampling))
+    shared = _ids_with_a_pass(pair[0]) & _ids_with_a_pass(pair[1])
+    if not shared:
+        kind = "held-out prompt" if eval_set == HELDOUT else f"prompt of {eval_set}"
+        return WalkComparison(reason=f"no {kind} has the same tokens in both reports and a pass in both")
+    resampling = measured.resampling if confidence is None else replace(measured.resampling, confidence=confidence)
+    new_mean, old_mean = (micro_mean(prompt for prompt in one if prompt.sample_id in shared) for one in pair)
+    return WalkComparison(paired_difference(pair[0], pair[1], resampling), new_mean, old_mean)
 
 
 def find_previous_report(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:
@@ -139,9 +170,10 @@ def find_identical_samples(left: TokenizedSet, right: TokenizedSet) -> set[str]:
     }
 
 
-def _eval_tokens(artifacts: ArtifactStore, report: Artifact) -> Path:
+def _eval_tokens(artifacts: ArtifactStore, report: Artifact, eval_set: str) -> Path:
     """Return the tokenized answers that a report was measured on, which need not be the newest ones."""
-    measured, asset = ReportIdentity.of(report).heldout, of_eval_set(HELDOUT).responses
+    identity, asset = ReportIdentity.of(report), of_eval_set(eval_set).responses
+    measured = identity.heldout if eval_set == HELDOUT else identity.evals.get(eval_set)
     wanted = None if measured is None else measured.answers
     for responses in artifacts.list_all(asset, report.target):
         if responses.data_version == wanted:
@@ -164,17 +196,18 @@ class _Measured:
     tokens: TokenizedSet
 
     @classmethod
-    def of(cls, artifacts: ArtifactStore, report: Artifact) -> _Measured:
+    def of(cls, artifacts: ArtifactStore, report: Artifact, eval_set: str) -> _Measured:
         """Read them from a saved report.
 
         Raises:
             StoreError: the report or its eval data is missing or damaged.
         """
-        folder = report.path / HELDOUT
+        folder = report.path / eval_set
         values = read_report(folder)
         with report_file_errors(folder / REPORT):
             draft_tokens, resampling = values["draft_tokens"], Resampling(**values["resampling"])
-        return cls(read_walk(folder), draft_tokens, resampling, TokenizedSet.open(_eval_tokens(artifacts, report)))
+        tokens = TokenizedSet.open(_eval_tokens(artifacts, report, eval_set))
+        return cls(read_walk(folder), draft_tokens, resampling, tokens)
 
 
 def _explain_no_previous(artifacts: ArtifactStore, report: Artifact) -> str:

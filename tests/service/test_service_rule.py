@@ -1,0 +1,137 @@
+"""The rule of promotion, against an oracle of the docs' words and over simulated years with known true values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from service_toys import WEIGHTS_OF_TARGET, draw_walk, record
+
+from draftworks.evaluation.ladder.statistics import Interval, PairedDifference, Resampling, paired_difference
+from draftworks.service.record import EvalFigures, InService
+from draftworks.service.rule import (
+    Compared,
+    Margins,
+    Ranked,
+    Verdict,
+    count_prompts_to_decide,
+    describe_figures,
+    judge_eval_set,
+    rank_earlier,
+    was_measured,
+)
+
+MARGINS = Margins(0.03, least_prompts=10)
+
+
+def paired(difference: float, low: float, high: float, prompts: int = 100) -> PairedDifference:
+    return PairedDifference(difference, Interval(low, high, 0.95), prompts, 0, 0)
+
+
+def figures(reference: str | None, difference: float | None, eval_set: str = "heldout") -> EvalFigures:
+    return EvalFigures(eval_set, "non_inferior", 0.03, reference=reference, difference=difference)
+
+
+@given(
+    difference=st.floats(-1, 1),
+    below=st.floats(0, 1),
+    above=st.floats(0, 1),
+    behind=st.floats(0, 0.5),
+    prompts=st.integers(1, 200),
+)
+def test_the_verdict_is_that_of_the_docs(difference: float, below: float, above: float, behind: float, prompts: int):
+    low, high = difference - below, difference + above
+    ranked = [Ranked("best", behind), Ranked("other", 0.0)]
+    compared = {"best": Compared(reason="gone"), "other": Compared(paired(difference, low, high, prompts))}
+    found = judge_eval_set("heldout", ranked, compared, MARGINS, is_known=True)
+    assert found.reference == "other"
+    assert found.carried == behind
+    if prompts < 10:
+        assert found.verdict is Verdict.UNDECIDED
+    elif low - behind >= -0.03:
+        assert found.verdict is Verdict.NON_INFERIOR
+    elif high - behind < -0.03:
+        assert found.verdict is Verdict.WORSE
+    else:
+        assert found.verdict is Verdict.UNDECIDED
+    assert f"{difference:+.3f}" in describe_figures(found)
+
+
+def test_the_strongest_comparable_draft_is_the_reference():
+    ranked = [Ranked("a", 0.5), Ranked("b", 0.2)]
+    both = {name: Compared(paired(value, value, value)) for name, value in (("a", -0.02), ("b", 0.4))}
+    found = judge_eval_set("heldout", ranked, both, MARGINS, is_known=True)
+    assert (found.reference, found.carried, found.verdict) == ("a", 0.0, Verdict.NON_INFERIOR)
+
+
+def test_a_first_draft_and_a_new_eval_set_have_nothing_to_compare_with():
+    assert judge_eval_set("heldout", [], {}, MARGINS, is_known=False).verdict is Verdict.FIRST
+    gone = {"a": Compared(reason="not measured on it")}
+    assert judge_eval_set("code", [Ranked("a", 0)], gone, MARGINS, is_known=False).verdict is Verdict.FIRST
+    known = judge_eval_set("code", [Ranked("a", 0)], gone, MARGINS, is_known=True)
+    assert known.verdict is Verdict.UNDECIDED
+    assert "not measured on it" in describe_figures(known)
+
+
+def test_strengths_add_up_along_the_promotions():
+    history = [
+        record(1, "a", [figures(None, None)]),
+        record(2, "b", [figures("a", 0.2)]),
+        record(3, "c", [figures("b", -0.02)]),
+        record(4, "a"),  # a rollback: nothing new is known
+        record(5, "forced"),
+        record(6, "elsewhere", [figures("b", 9.0)], target_digest="f" * 16),
+    ]
+    ranked = rank_earlier(history, WEIGHTS_OF_TARGET, "heldout")
+    assert {one.digest: pytest.approx(one.strength) for one in ranked} == {"b": 0.2, "c": 0.18, "a": 0, "forced": 0.2}
+    assert ranked[0].digest == "forced"
+    assert [one.strength for one in rank_earlier(history, WEIGHTS_OF_TARGET, "code")] == [0, 0, 0, 0]
+    assert was_measured(history, WEIGHTS_OF_TARGET, "heldout")
+    assert not was_measured(history, WEIGHTS_OF_TARGET, "code")
+
+
+def test_how_many_prompts_would_decide():
+    assert count_prompts_to_decide(paired(0.0, -0.06, 0.06), 0.0, 0.03) == 400
+    assert count_prompts_to_decide(paired(-0.05, -0.1, 0.0), 0.0, 0.03) is None
+
+
+def simulate(seed: int, steps: int, drift: float, prompts: int = 150) -> tuple[int, list[float]]:
+    """Retrain `steps` times; each draft's true value differs from that of the one in service by a draw around `drift`.
+
+    Returns the number of promotions of drafts truly below best - margin, and the true values of what was in service.
+    """
+    rng = np.random.default_rng(seed)
+    ease = rng.normal(0, 0.6, prompts)
+    true, walks, history = {"d0": 2.0}, {"d0": draw_walk(2.0, prompts, rng, ease)}, [record(1, "d0")]
+    wrong = 0
+    for step in range(1, steps + 1):
+        name = f"d{step}"
+        true[name] = true[history[-1].draft.digest] + rng.normal(drift, 0.04)
+        walks[name] = draw_walk(true[name], prompts, rng, ease)
+        ranked = rank_earlier(history, WEIGHTS_OF_TARGET, "heldout")
+        best = ranked[0].digest
+        compared = {best: Compared(paired_difference(walks[name], walks[best], Resampling(resamples=200, seed=step)))}
+        found = judge_eval_set("heldout", ranked, compared, Margins(0.1, 10), is_known=True)
+        if Verdict(found.verdict).accepts:
+            wrong += true[name] < max(true[each.draft.digest] for each in history) - 0.1
+            history.append(record(len(history) + 1, name, [found]))
+    return wrong, [true[each.draft.digest] for each in history]
+
+
+@pytest.mark.parametrize("drift", [-0.05, 0.0])
+def test_a_year_of_retrainings_promotes_few_worse_drafts_and_losses_do_not_add_up(drift: float):
+    """Compared with the draft in service instead of the best, fifty small losses would add up to several margins."""
+    wrong = promoted = 0
+    for seed in range(6):
+        mistakes, values = simulate(seed, 50, drift)
+        wrong, promoted = wrong + mistakes, promoted + len(values) - 1
+        assert max(values) - values[-1] < 0.1 + 0.08, (seed, values)
+    assert promoted > 6
+    assert wrong <= max(1, 0.05 * promoted), (wrong, promoted)
+
+
+def test_figures_survive_their_file():
+    found = judge_eval_set("heldout", [Ranked("a", 0)], {"a": Compared(paired(0, 0, 0), 1.0, 1.0)}, MARGINS, True)
+    written = record(2, "b", [found])
+    assert InService.from_json(written.to_json(), "here") == written
