@@ -9,18 +9,17 @@ from pathlib import Path
 import dagster as dg
 from pydantic import Field
 
-from draftworks.config.features import FeaturesSpec
 from draftworks.config.launchers import LauncherSpec
-from draftworks.config.object_storage import ObjectFeaturesSpec, ObjectStorageSpec
 from draftworks.config.registry_files import CaptureSpec, DatasetSpec, SGLangSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
 from draftworks.data.sources import digest_dataset
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
-from draftworks.storage.legacy_stores import find_answers, find_store
+from draftworks.storage.legacy_stores import find_answers
 from draftworks.storage.object_access import parse_object_url
 from draftworks.storage.object_store import ObjectStore
 from draftworks.storage.publication import Publication
+from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
@@ -74,27 +73,7 @@ class Workspace(dg.ConfigurableResource):
         Raises:
             StoreError: features that an earlier version stored under the target's name cannot be moved there.
         """
-        deployment = self.registry.load_deployment()
-        features = deployment.features
-        if features.url is not None:
-            return self._describe_objects(features, features.url, deployment.object_storage, files)
-        root = self.var / "feature_store" if features.root is None else self.registry.resolve_path(features.root)
-        return StoreSpec(kind=features.kind, root=find_store(root, files.digest, files.name, self.artifacts))
-
-    def _describe_objects(
-        self, features: FeaturesSpec, url: str, storage: ObjectStorageSpec, files: TargetFiles
-    ) -> StoreSpec:
-        notes = self.var / "object_store_notes" if features.root is None else self.registry.resolve_path(features.root)
-        cache = self.var / "feature_cache" if features.cache is None else self.registry.resolve_path(features.cache)
-        objects = ObjectFeaturesSpec(
-            url=f"{url.rstrip('/')}/{files.digest}",
-            access=storage.select(parse_object_url(url).bucket),
-            cache=cache,
-            cache_gb=features.cache_gb,
-            read_ahead_mb=features.read_ahead_mb,
-            requests=features.requests,
-        )
-        return StoreSpec(kind=features.kind, root=notes / files.digest, objects=objects)
+        return locate_feature_store(self.registry, self.artifacts, files)
 
     @cached_property
     def publication(self) -> Publication | None:

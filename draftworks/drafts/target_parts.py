@@ -96,6 +96,16 @@ class TargetParts:
         )
 
 
+def read_final_norm(target: TargetFiles, hidden_size: int) -> Tensor:
+    """Return the weight (H,) of the norm before the target's head, in the dtype of its files.
+
+    Raises:
+        ConfigError: no such target.
+        StoreError: a weight file is missing or damaged, or there is not one such tensor of that size.
+    """
+    return _Weights(target).read(".norm.weight", (hidden_size,))
+
+
 class _Weights:
     """Single tensors of the target's safetensors files, sharded or not."""
 
@@ -103,7 +113,7 @@ class _Weights:
         self._where = ModelFiles(target).where
         self._files = WeightFiles(target)
 
-    def read(self, suffix: str, shape: tuple[int, int]) -> Tensor:
+    def read(self, suffix: str, shape: tuple[int, ...]) -> Tensor:
         """Return a copy of the one tensor of the language model whose name ends with `suffix`."""
         names = self._named(suffix)
         if len(names) != 1:
