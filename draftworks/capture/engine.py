@@ -20,6 +20,7 @@ from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import CaptureError, ConfigError
+from draftworks.sglang.job_servers import JobServers
 from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, digest
 
 
@@ -138,6 +139,12 @@ class TargetEngine(ABC):
         See draftworks.capture.engines.generate.
         """
 
+    def share_with_job(self) -> None:  # noqa: B027 - most engines are used by one process
+        """Let the other ranks of the job use the servers of this engine, and let it use theirs.
+
+        Call it when the engine has been compared with the target's weights.
+        """
+
     def close(self) -> None:  # noqa: B027 - an engine inside this process has nothing to close
         """Stop what the engine runs outside this process."""
 
@@ -153,6 +160,7 @@ class EnginePlace:
         embedding: reads the target's input matrix (V, H), when it is needed.
         local_rank: rank of this process among those of this machine, each of which has an engine.
         longest: number of tokens of the longest sequence that will be requested; 0 if it is not known.
+        servers: the servers of a job of several nodes, whose ranks share them; None for a job on one machine.
     """
 
     folder: Path
@@ -162,6 +170,7 @@ class EnginePlace:
     sglang: SGLangSpec = field(default_factory=SGLangSpec)
     local_rank: int = 0
     longest: int = 0
+    servers: JobServers | None = None
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,19 @@ def find_interface(host: str) -> str | None:
 
     gloo would take the interface of this machine's own name, which need not be one that other nodes reach.
     """
+    own = find_own_address(host)
+    named = ((name, each.address) for name, found in psutil.net_if_addrs().items() for each in found)
+    return next((name for name, address in named if address == own), None)
+
+
+def find_own_address(host: str) -> str | None:
+    """Return the address of this machine from which it reaches `host`; None if that is not known."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # of a datagram socket: it chooses a route and sends nothing
-            own = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError:
         return None
-    named = ((name, each.address) for name, found in psutil.net_if_addrs().items() for each in found)
-    return next((name for name, address in named if address == own), None)
 
 
 def _make_store_options() -> dict[str, Any]:

@@ -60,6 +60,7 @@ class LoadBalancer(Generic[Client]):
         new_breaker: creates the circuit breaker of each server.
         on_open: called with the client and its error when a failure opens the breaker, so that it gets no work for a
             while.
+        far: clients of servers that get requests only while no other has room for them.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class LoadBalancer(Generic[Client]):
         max_outstanding: int,
         new_breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
         on_open: Callable[[Client, EngineError], None] = lambda client, error: None,
+        far: Collection[Client] = (),
     ) -> None:
         self.servers = tuple(Server(name, client, new_breaker()) for name, client in clients.items())
         self._limit = max_outstanding
         self._on_open = on_open
+        self._far = {id(client) for client in far}
         self._changed = threading.Condition()
 
     def run(self, work: Callable[[Client], Result], requests: int = 1) -> Result:
@@ -82,7 +85,7 @@ class LoadBalancer(Generic[Client]):
 
         Raises:
             EngineError: no server is left to try; the message has the last error of each.
-            PassingTroubleError: all servers were tried, and the last one failed only temporarily.
+            PassingTroubleError: all servers that are available were tried, and the last one failed only temporarily.
             CaptureError: a server refused the work, as all of them would.
         """
         tried: set[str] = set()
@@ -93,7 +96,7 @@ class LoadBalancer(Generic[Client]):
             except PassingTroubleError as error:
                 server.breaker.record_success()  # the server is up: try another one, else the caller waits
                 tried.add(server.name)
-                if len(tried) == len(self.servers):
+                if not self._has_untried(tried):
                     raise
                 log.warning("%s", error)
             except EngineError as error:
@@ -153,7 +156,7 @@ class LoadBalancer(Generic[Client]):
             while True:
                 untried = [each for each in self.servers if each.name not in tried]
                 usable = [each for each in untried if each.is_usable]
-                for server in sorted(usable, key=lambda each: (each.outstanding, each.total_requests)):
+                for server in sorted(usable, key=self._sort_key):
                     if server.has_room(requests, self._limit) and server.breaker.allow():
                         server.outstanding += requests
                         server.total_requests += requests
@@ -161,6 +164,13 @@ class LoadBalancer(Generic[Client]):
                 if all(each.is_unavailable for each in untried):
                     raise self._make_exhausted_error()
                 self._changed.wait()  # for room, or for the outcome of a trial request
+
+    def _sort_key(self, server: Server[Client]) -> tuple[bool, int, int]:
+        return id(server.client) in self._far, server.outstanding, server.total_requests
+
+    def _has_untried(self, tried: Collection[str]) -> bool:
+        with self._changed:
+            return any(each.name not in tried and not each.is_unavailable for each in self.servers)
 
     def _release(self, server: Server[Client], requests: int) -> None:
         with self._changed:
@@ -175,5 +185,5 @@ class LoadBalancer(Generic[Client]):
             self._on_open(server.client, error)
 
     def _make_exhausted_error(self) -> EngineError:
-        lines = [f"  {each.name}: {each.error}" for each in self.servers]
+        lines = [f"  {each.name}: {each.error or 'it has not served yet'}" for each in self.servers]
         return EngineError("\n".join([f"none of {len(lines)} servers is available:", *lines]))

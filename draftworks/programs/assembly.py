@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.capture.engine import EnginePlace
-from draftworks.config.registry_files import TrainingSpec
+from draftworks.config.registry_files import CaptureSpec, TrainingSpec
 from draftworks.config.run_files import CaptureRun, FeatureSet, StoreSpec, TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
+from draftworks.distributed.collectives import broadcast_from_rank_0, get_local_world_size
+from draftworks.distributed.process_group import find_own_address
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DataError, StoreError
@@ -31,6 +35,7 @@ from draftworks.features.scaled_fp8 import get_decoded_dtype
 from draftworks.features.schedule import find_left_out
 from draftworks.programs.program import ProgramContext
 from draftworks.runtime.planned_loader import make_planned_loader
+from draftworks.sglang.job_servers import JobServers, make_servers_folder, remove_servers_folders
 from draftworks.storage.identity import LayerTap
 
 
@@ -165,7 +170,43 @@ def temporary_engine_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def make_engine_place(run: CaptureRun, ctx: ProgramContext, folder: Path, tokens: TokenizedSet) -> EnginePlace:
+@contextmanager
+def open_job_servers(capture: CaptureSpec, out: Path, ctx: ProgramContext) -> Iterator[JobServers | None]:
+    """Prepare the servers of a job of several nodes: a folder for their addresses and a new key. A collective.
+
+    None for a job on one node, where each rank's servers are its own and listen on loopback; and for one whose ranks start
+    no servers. Rank 0 removes the folder at the end.
+
+    Raises:
+        ConfigError: it is not known by which address the other nodes reach this one.
+    """
+    if ctx.is_main:
+        remove_servers_folders(out)
+    if ctx.world_size == get_local_world_size() or capture.backend != "sglang_server" or capture.server.external:
+        yield None
+        return
+    head = os.environ["MASTER_ADDR"]
+    host = find_own_address(head)
+    if host is None:
+        raise ConfigError(
+            f"no route from host {socket.gethostname()} to {head}, where rank 0 of this job is: expected one address "
+            "of each node by which the others reach it"
+        )
+    folder = Path(broadcast_from_rank_0(str(make_servers_folder(out)) if ctx.is_main else None))
+    try:
+        yield JobServers(folder, host, ctx.rank, ctx.world_size)
+    finally:
+        if ctx.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_engine_place(
+    run: CaptureRun,
+    ctx: ProgramContext,
+    folder: Path,
+    tokens: TokenizedSet,
+    servers: JobServers | None = None,
+) -> EnginePlace:
     """Return the resources of the engine that captures a tokenized set."""
     return EnginePlace(
         folder=folder,
@@ -175,6 +216,7 @@ def make_engine_place(run: CaptureRun, ctx: ProgramContext, folder: Path, tokens
         sglang=run.sglang,
         local_rank=ctx.local_rank,
         longest=max((len(row.input_ids) for row in tokens), default=0),
+        servers=servers,
     )
 
 

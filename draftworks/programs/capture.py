@@ -17,7 +17,7 @@ from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.distributed.process_group import open_process_group
 from draftworks.features.open_store import open_store
-from draftworks.programs.assembly import make_engine_place, temporary_engine_folder
+from draftworks.programs.assembly import make_engine_place, open_job_servers, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.atomic import publish_json
 
@@ -33,6 +33,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
     with (
         open_process_group(run.capture.device) as device,
         temporary_engine_folder(run.out / f"engine-{ctx.rank}") as folder,
+        open_job_servers(run.capture, run.out, ctx) as servers,
         ExitStack() as closing,
     ):
         probe = EngineProbe(run, tokens)
@@ -40,9 +41,11 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         @cache
         def load_and_probe() -> tuple[TargetEngine, ProbeReport]:
             """Load the engine, once and only if it is needed, and probe it before anything is stored."""
-            loaded = load_engine(run.target, run.capture, device, make_engine_place(run, ctx, folder, tokens))
+            loaded = load_engine(run.target, run.capture, device, make_engine_place(run, ctx, folder, tokens, servers))
             closing.callback(loaded.close)
-            return loaded, probe.compare(loaded)
+            compared = probe.compare(loaded)
+            loaded.share_with_job()
+            return loaded, compared
 
         summary = capture_missing(
             run,

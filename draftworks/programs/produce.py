@@ -14,7 +14,7 @@ from draftworks.distributed.process_group import open_process_group
 from draftworks.distributed.stop_signals import defer_stop
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store_to_write
-from draftworks.programs.assembly import make_engine_place, temporary_engine_folder
+from draftworks.programs.assembly import make_engine_place, open_job_servers, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runtime.rollout_worker import RolloutWorker
 from draftworks.runtime.stream_rounds import StreamRounds
@@ -35,6 +35,7 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
     with (
         open_process_group(run.capture.device) as device,
         temporary_engine_folder(run.out / f"engine-{ctx.rank}") as folder,
+        open_job_servers(run.capture, run.out, ctx) as servers,
         defer_stop() as stop,
         ExitStack() as closing,
     ):
@@ -49,10 +50,11 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
 
         def load() -> TargetEngine:
             """Load the engine and compare it with the target's weights before anything is stored."""
-            place = make_engine_place(capture, ctx, folder, tokens)
+            place = make_engine_place(capture, ctx, folder, tokens, servers)
             loaded = load_engine(run.target, run.capture, device, place)
             closing.callback(loaded.close)
             ctx.log(probe.compare(loaded).describe())
+            loaded.share_with_job()
             return loaded
 
         name = f"{run.worker}-{ctx.rank}"

@@ -7,6 +7,7 @@ to the child processes of another program. It uses the standard library only, be
 
 from __future__ import annotations
 
+import os
 import runpy
 import shlex
 import sys
@@ -16,6 +17,7 @@ from multiprocessing import spawn
 from pathlib import Path
 
 from draftworks.distributed import parent_death
+from draftworks.sglang.api_key import take_key_arguments
 
 
 @contextmanager
@@ -43,7 +45,7 @@ def build_command(folder: Path, module: str) -> list[str]:
 
 
 def _run(folder: str, module: str, *arguments: str) -> None:
-    sys.argv = [module, *arguments]
+    sys.argv = [module, *arguments, *take_key_arguments(os.environ)]
     with tie_children_to_parent(Path(folder)):
         # The module has to run as the main module: the processes that it spawns look up their functions there.
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError
+from draftworks.sglang.api_key import build_headers
 from draftworks.sglang.hook import find_spool, uses_mooncake
 
 CONNECT_TIMEOUT_S = 10.0
@@ -77,15 +78,18 @@ class SGLangClient:
     Raises (all methods):
         EngineError: no connection, no answer in time, or an error of the server.
         CaptureError: the server refuses a request (too long, for example).
+
+    Args:
+        key: the server's API key; None for a server without one.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         # No limit on connections: the callers decide how many requests run together.
         limits = httpx.Limits(max_connections=None)
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=limits)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=limits, headers=build_headers(key))
 
     def __enter__(self) -> SGLangClient:
         return self
@@ -184,6 +188,8 @@ class SGLangClient:
             raise EngineError(f"{where} cannot be reached ({path}): {type(error).__name__}: {error}") from error
         if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
             raise PassingTroubleError(f"{where} is overloaded ({path}, 429): {response.text[:500]}")
+        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise EngineError(f"{where} refused our key, or wants one ({path}, {response.status_code})")
         if response.is_client_error:
             raise CaptureError(f"{where} refused {path} ({response.status_code}): {response.text[:500]}")
         try:

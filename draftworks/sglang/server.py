@@ -20,11 +20,12 @@ import psutil
 
 from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError, EngineError
-from draftworks.sglang import child_lifetime
+from draftworks.sglang import api_key, child_lifetime
 from draftworks.sglang.environment import LAUNCHER_VARIABLES, link_package, require_capturing, require_version
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.speculation import Speculation
 
+LOOPBACK = "127.0.0.1"
 LOG_TAIL_LINES = 30
 _LOG_TAIL_BYTES = 32 << 10
 _POLL_S = 0.25
@@ -48,6 +49,8 @@ class ServerOptions:
         draft: draft to speculate with; None on a server that captures.
         convention: speculative algorithm by whose convention SGLang counts `layer_ids`.
         mooncake: address file of the Mooncake store that hidden states go through instead of the spool.
+        host: address of this machine that the server listens on.
+        key_file: file with the key that every request has to carry; None for a server without a key.
     """
 
     model: str
@@ -67,6 +70,8 @@ class ServerOptions:
     draft: Speculation | None = None
     convention: str = "EAGLE3"
     mooncake: Path | None = None
+    host: str = LOOPBACK
+    key_file: Path | None = None
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.layer_ids:
@@ -86,7 +91,7 @@ class ServerOptions:
             "--model-path": self.model,
             "--revision": self.revision,
             "--tokenizer-path": self.tokenizer,
-            "--host": "127.0.0.1",
+            "--host": self.host,
             "--port": port,
             "--device": self.device,
             "--dtype": self.dtype,
@@ -108,11 +113,17 @@ class ServerOptions:
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         }
+        if self.key_file is not None:
+            own[api_key.VARIABLE] = str(self.key_file)
         if self.revision is None:
             own["HF_HUB_OFFLINE"] = "1"
         if self.device == "cpu" and self.gpus > 1:
             own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.gpus)))  # one core for each rank
         return own if self.draft is None else own | self.draft.build_environment(self.device)
+
+    def read_key(self) -> str | None:
+        """Return the key that requests have to carry; None if there is none."""
+        return None if self.key_file is None else api_key.read_key(self.key_file)
 
     def _build_capture_arguments(self) -> list[str]:
         if not self.layer_ids:
@@ -125,7 +136,7 @@ class ServerOptions:
 
 
 class SGLangServer:
-    """One server on the loopback interface.
+    """One server on an address of this machine, which is that of the loopback interface unless the options say so.
 
     Args:
         python: Python of the environment that SGLang is installed in.
@@ -176,8 +187,8 @@ class SGLangServer:
         self.version = require_version(self._python)
         if self._options.layer_ids:
             require_capturing(self.version, f"{self._python}")
-        port = self._port or find_free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        port = self._port or find_free_port(self._options.host)
+        self.url = format_url(self._options.host, port)
         for folder in (self._folder, self._options.spool):
             folder.mkdir(parents=True, exist_ok=True)
         launcher = child_lifetime.build_command(self._folder.resolve(), "sglang.launch_server")
@@ -253,7 +264,8 @@ class SGLangServer:
     def _is_ready(self) -> bool:
         with suppress(httpx.HTTPError):
             if httpx.get(f"{self.url}/health", timeout=_ANSWER_TIMEOUT_S).status_code == httpx.codes.OK:
-                self._require_ours(httpx.get(f"{self.url}/server_info", timeout=_ANSWER_TIMEOUT_S))
+                headers = api_key.build_headers(self._options.read_key())
+                self._require_ours(httpx.get(f"{self.url}/server_info", timeout=_ANSWER_TIMEOUT_S, headers=headers))
                 return True
         return False
 
@@ -288,10 +300,13 @@ class SGLangServer:
         return {**inherited, "PYTHONPATH": str(package), **self._options.build_environment()}
 
 
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def find_free_port(host: str = LOOPBACK) -> int:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         return int(probe.getsockname()[1])
+
+
+def format_url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _parse_object(answer: httpx.Response) -> dict[str, Any]:

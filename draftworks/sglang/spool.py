@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -83,10 +84,16 @@ class SpoolSink(PartSink):
 
 
 class SpoolSource(PartSource):
-    """Reads parts from a folder. They are views of files that are removed and stay readable while they are used."""
+    """Reads parts from a folder. They are views of files that are removed and stay readable while they are used.
 
-    def __init__(self, spool: Path) -> None:
+    Args:
+        remote: whether the writer is on another host. A client of a network file system may list a folder as it was half a
+            minute ago, unless it has changed the folder itself.
+    """
+
+    def __init__(self, spool: Path, remote: bool = False) -> None:
         self._spool = spool
+        self._remote = remote
 
     def take(
         self, requests: Sequence[AnsweredRequest], timeout_s: float, look: Callable[[], None] = lambda: None
@@ -133,6 +140,10 @@ class SpoolSource(PartSource):
     def _list_files(self, ids: Iterable[str]) -> list[Path]:
         wanted = frozenset(ids)
         try:
+            if self._remote:
+                refreshing = self._spool / f".{uuid.uuid4().hex}.refresh"
+                refreshing.touch()
+                refreshing.unlink(missing_ok=True)
             names = os.listdir(self._spool)
         except FileNotFoundError:  # of a server that is being started again
             return []

@@ -61,6 +61,7 @@ class FakeSGLang:
         fatal: requests for prompts that hold this id are given up.
         aborted: how many answers yet give their requests up.
         asked: bodies of /generate.
+        key: what requests have to carry, but for /health; None for a server without a key.
     """
 
     def __init__(self, info: dict[str, Any], spool: Path) -> None:
@@ -77,6 +78,7 @@ class FakeSGLang:
         self.aborted = 0
         self.asked: list[dict[str, Any]] = []
         self.url = ""
+        self.key: str | None = None
 
     def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.asked.append(body)
@@ -121,12 +123,19 @@ def fake_sglang(spool: Path, **changes: Any) -> Iterator[FakeSGLang]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if not self.is_allowed():
+                return self.answer(401, {"error": "Unauthorized"})
             now = {"model_path": fake.info["model_path"], **fake.served}
             self.answer(200, now if self.path == "/model_info" else fake.info)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if not self.is_allowed():
+                return self.answer(401, {"error": "Unauthorized"})
             self.answer(*fake.generate(body))
+
+        def is_allowed(self) -> bool:
+            return fake.key is None or self.headers["Authorization"] == f"Bearer {fake.key}"
 
         def answer(self, status: int, value: Any) -> None:
             if status == 0:

@@ -167,7 +167,7 @@ class _Regeneration:
     def answer_all(self, records: RecordFile) -> list[RejectedSample]:
         """Answer all conversations that `records` lacks; return those that were refused."""
         unanswered = (each for each in read_conversations(self._run.conversations) if each.id not in records)
-        for window in _split_into_chunks(unanswered, self.window_size):
+        while window := list(islice(unanswered, self.window_size * self._count_copies())):
             self.answer_window(window, records)
         return self.refused
 
@@ -201,6 +201,10 @@ class _Regeneration:
             if any(each.id not in records for each in batch):
                 self._converse(*batch)
                 yield batch
+
+    def _count_copies(self) -> int:
+        """Return how many copies of the target have to be kept busy; while one finishes a window, the others wait."""
+        return self._answerer.replicas if self._answerer is not None and self._answerer.concurrent else 1
 
     def _get_answerer(self) -> Answerer:
         if self._answerer is None:

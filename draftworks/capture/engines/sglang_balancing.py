@@ -16,7 +16,7 @@ from draftworks.endpoints.load_balancer import LoadBalancer
 from draftworks.errors import DraftworksError, EngineError
 from draftworks.sglang.client import GenerateRequest, Generation
 from draftworks.sglang.environment import SGLANG_VERSIONS
-from draftworks.sglang.parts import AnsweredRequest, Part
+from draftworks.sglang.parts import AnsweredRequest, Part, is_captured
 
 _CLOSE_AGAIN_S = 0.5
 
@@ -33,6 +33,8 @@ class BalancedHost(SGLangHost):
         can_restart: whether the hosts' own `revive` restarts a server that has ended. It is then called for a server
             that failed too often, while the others go on, and for all servers when none is left.
         new_breaker: makes the circuit breaker of each server.
+        peers: servers that others start, also after a failure; they get requests like `hosts`.
+        peers_are_far: whether peers get requests only while none of `hosts` has room for them.
 
     Raises:
         EngineError: the servers capture different layers.
@@ -45,6 +47,8 @@ class BalancedHost(SGLangHost):
         max_outstanding: int,
         can_restart: bool,
         new_breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
+        peers: Sequence[SGLangHost] = (),
+        peers_are_far: bool = False,
     ) -> None:
         self.layer_ids = _require_common_layers(hosts)
         self.spool = spool
@@ -52,12 +56,16 @@ class BalancedHost(SGLangHost):
         self.version = next((host.version for host in hosts if host.version not in SGLANG_VERSIONS), hosts[0].version)
         self.client = _BalancedClient(self)
         self._hosts = tuple(hosts)
+        self._peers = tuple(peers)
         self._can_restart = can_restart
         self._closing = False
-        named = {f"server {number} of {len(hosts)}": host for number, host in enumerate(hosts, start=1)}
-        self._balancer = LoadBalancer(named, max_outstanding, new_breaker, self._note_open)
+        everyone = (*hosts, *peers)
+        named = {f"server {number} of {len(everyone)}": host for number, host in enumerate(everyone, start=1)}
+        far = self._peers if peers_are_far else ()
+        self._balancer = LoadBalancer(named, max_outstanding, new_breaker, self._note_open, far)
         self._lock = threading.RLock()
         self._answered_by: dict[str, SGLangHost] = {}
+        self._asked: dict[str, list[SGLangHost]] = {}
         self._restarting: dict[SGLangHost, Future[DraftworksError | None]] = {}
 
     def list_members(self) -> Sequence[SGLangHost]:
@@ -97,11 +105,12 @@ class BalancedHost(SGLangHost):
         return [found[request.request_id] for request in requests]
 
     def discard_parts(self, request_ids: Sequence[str]) -> None:
-        """Discard them at every server: one that failed may have written some before another answered."""
+        """Discard them at every server that was asked: one that failed may have written some before another answered."""
         with self._lock:
             for request_id in request_ids:
                 self._answered_by.pop(request_id, None)
-        for source in {id(host.source or host): host.get_source() for host in self._hosts}.values():
+            asked = {host for request_id in request_ids for host in self._asked.pop(request_id, ())}
+        for source in {id(host.source or host): host.get_source() for host in asked}.values():
             source.discard(request_ids)
 
     def measure_room(self) -> int:
@@ -136,16 +145,21 @@ class BalancedHost(SGLangHost):
         close_all(self._hosts, restarts)
 
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        captured = [request.request_id for request in requests if is_captured(request.request_id)]
+
         def generate_on(host: SGLangHost) -> list[Generation]:
+            with self._lock:
+                for request_id in captured:
+                    self._asked.setdefault(request_id, []).append(host)
             answers = host.client.generate(requests)
             with self._lock:
-                self._answered_by.update((request.request_id, host) for request in requests)
+                self._answered_by.update((request_id, host) for request_id in captured)
             return answers
 
         return self._balancer.run(generate_on, len(requests))
 
     def _note_open(self, host: SGLangHost, error: EngineError) -> None:
-        if self._can_restart:
+        if self._can_restart and host in self._hosts:
             self._begin_restart(host, error)
 
     def _begin_restart(self, host: SGLangHost, error: EngineError) -> Future[DraftworksError | None] | None:

@@ -174,6 +174,9 @@ class SGLangEngine(TargetEngine):
             results[index] = Generated(answer.output_ids, finished=answer.finish == "stop")
         return results
 
+    def share_with_job(self) -> None:
+        self._host.share_with_job()
+
     def close(self) -> None:
         """Close the host. Requests of other threads fail and are not tried again."""
         self._closed = True

@@ -74,6 +74,9 @@ class SGLangHost(ABC, Generic[Client]):
     def get_source(self) -> PartSource:
         return self.source or SpoolSource(self.spool)
 
+    def share_with_job(self) -> None:
+        """Let other ranks of the job use these servers, and use those that they share."""
+
     def require_running(self) -> None:
         """Raise EngineError if it is known that it will write nothing any more."""
 
@@ -97,6 +100,7 @@ class ManagedHost(SGLangHost[SGLangClient]):
     def __init__(self, python: Path, options: ServerOptions, folder: Path, sglang: SGLangSpec) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._sglang = sglang
+        self._key = options.read_key()
         self._server = SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s)
         self.spool = options.spool
         self.layer_ids = options.layer_ids
@@ -113,12 +117,16 @@ class ManagedHost(SGLangHost[SGLangClient]):
         self._server.start()
         self.version = self._server.version
         log.info("SGLang serves at %s, process %s", self._server.url, self._server.pid)
-        self.client = self._open_client = SGLangClient(self._server.url, self._sglang.request_timeout_s)
+        self.client = self._open_client = SGLangClient(self._server.url, self._sglang.request_timeout_s, self._key)
         return self
 
     @property
     def pid(self) -> int | None:
         return self._server.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._server.is_running()
 
     def require_running(self) -> None:
         if not self._server.is_running():

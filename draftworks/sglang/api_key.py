@@ -1,0 +1,65 @@
+"""API key of a server that others than this machine can reach: in a file of its owner, and in no command line or log.
+
+SGLang takes the key as an argument only, and logs its arguments. So the key is added to the arguments inside the server's
+own process, where no list of processes shows it, and is removed from what that process logs. Standard library only,
+because it runs in SGLang's environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "DRAFTWORKS_SGLANG_KEY_FILE"
+"""Environment variable with the path of the key's file, for the process of a server."""
+HIDDEN = "***"
+_BYTES = 32
+
+
+def make_key_file(path: Path) -> None:
+    """Write a new random key to a file that did not exist, and that only its owner may read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+        stream.write(secrets.token_urlsafe(_BYTES))
+        stream.flush()
+        os.fsync(descriptor)
+
+
+def read_key(path: Path) -> str:
+    return path.read_text(encoding="ascii")
+
+
+def build_headers(key: str | None) -> dict[str, str]:
+    """Return the HTTP headers by which a server with this key accepts a request; none for a server without a key."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def take_key_arguments(environment: MutableMapping[str, str]) -> list[str]:
+    """Return the arguments for SGLang with the key that the environment names, which this process then does not log.
+
+    The variable is removed; without it there are no arguments.
+    """
+    path = environment.pop(VARIABLE, None)
+    if path is None:
+        return []
+    key = read_key(Path(path))
+    hide_in_log_records(key)
+    return ["--api-key", key]
+
+
+def hide_in_log_records(key: str) -> None:
+    """Replace a key in the message of every log record that this process makes from now on."""
+    make_record = logging.getLogRecordFactory()
+
+    def make_hiding_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        message = record.getMessage()
+        if key in message:
+            record.msg, record.args = message.replace(key, HIDDEN), ()
+        return record
+
+    logging.setLogRecordFactory(make_hiding_record)

@@ -1,0 +1,132 @@
+"""Two ranks of a job on two addresses, each with a real SGLang: one key, one result, whichever server computes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+from capture_toys import random_rows
+from processes import ends
+from sglang_toys import CPU, SGLANG, capture_spec
+
+from draftworks.capture.engine import EnginePlace, load_engine
+from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.capture.engines.sglang_job import JobHost
+from draftworks.config.registry_files import ResponseSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.sglang.job_servers import JobServers, make_servers_folder
+from draftworks.storage.identity import LayerTap
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+TAPS = (LayerTap(2), LayerTap(4))
+ROWS = [row.input_ids.tolist() for row in random_rows(4, seed=11, longest=60)]
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SGLangEngine]]:
+    """The engines of two ranks, which have shared their servers."""
+    out = tmp_path_factory.mktemp("sglang") / "job"
+    out.mkdir()
+    folder = make_servers_folder(out)
+
+    def load(rank: int) -> SGLangEngine:
+        servers = JobServers(folder, f"127.0.0.{rank + 1}", rank, 2)
+        place = EnginePlace(out / f"engine-{rank}", TAPS, sglang=SGLANG, servers=servers)
+        engine = load_engine(tiny_target, capture_spec(), CPU, place)
+        assert isinstance(engine, SGLangEngine)
+        engine.share_with_job()
+        return engine
+
+    with ThreadPoolExecutor(2) as pool:
+        engines = list(pool.map(load, range(2)))
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def host_of(engine: SGLangEngine) -> JobHost:
+    assert isinstance(engine._host, JobHost)
+    return engine._host
+
+
+def wait_for_peer(engine: SGLangEngine, url: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while [peer.client.url for peer in host_of(engine)._followed] != [url]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def capture_one_by_one(engine: SGLangEngine) -> list[dict[str, torch.Tensor]]:
+    """Batches of one row each: the composition of a batch decides the last bits."""
+    return [engine.capture([row], TAPS)[0] for row in ROWS]
+
+
+def assert_same_bytes(one: Sequence[dict[str, torch.Tensor]], other: Sequence[dict[str, torch.Tensor]]) -> None:
+    for first, second in zip(one, other, strict=True):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_no_request_without_the_key_is_answered_and_the_key_is_in_no_log_and_no_list_of_processes(ranks):
+    key = host_of(ranks[0])._servers.read_key()
+    with_key, wrong = {"Authorization": f"Bearer {key}"}, {"Authorization": f"Bearer {key[:-1]}"}
+    asked = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
+    for number, engine in enumerate(ranks, start=1):
+        assert engine.url.startswith(f"http://127.0.0.{number}:")
+        for headers in ({}, wrong):
+            for path in ("/generate", "/v1/chat/completions", "/tokenize", "/update_weights_from_disk"):
+                assert httpx.post(f"{engine.url}{path}", json=asked, headers=headers).status_code == 401
+            for path in ("/server_info", "/model_info"):
+                assert httpx.get(f"{engine.url}{path}", headers=headers).status_code == 401
+        assert httpx.get(f"{engine.url}/health").status_code == 200
+        assert httpx.post(f"{engine.url}/generate", json=asked, headers=with_key, timeout=60).status_code == 200
+        (own,) = host_of(engine)._own
+        server = psutil.Process(own.pid)
+        for process in (server, *server.children(recursive=True)):
+            assert key not in " ".join(process.cmdline())
+        log = own._server.log.read_text(errors="replace")
+        assert "api_key" in log
+        assert key not in log
+
+
+def test_a_rank_whose_server_died_goes_on_with_the_others_and_has_it_again(ranks, tiny_engine):
+    first, second = ranks
+    wait_for_peer(first, second.url)
+    wait_for_peer(second, first.url)
+    before = capture_one_by_one(first)
+    assert_same_bytes(before, capture_one_by_one(second))
+    sampling = ResponseSpec(max_new_tokens=5)
+    answers = tiny_engine.generate(ROWS[:2], sampling, ["a", "b"], 200)
+    (own,) = host_of(first)._own
+    dead, address = psutil.Process(own.pid), first.url
+    for process in [*dead.children(recursive=True), dead]:
+        process.kill()
+    assert ends(dead, within_s=60)
+    assert_same_bytes(before, capture_one_by_one(first))  # by the other rank's server, while its own starts
+    assert first.generate(ROWS[:2], sampling, ["a", "b"], 200) == answers
+    deadline = time.monotonic() + WAIT_S
+    while own.client.url == address:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    wait_for_peer(second, own.client.url)
+    assert_same_bytes(before, capture_one_by_one(first))
+    assert own.is_running
+
+
+def test_nothing_of_a_closed_rank_is_left(ranks):
+    second = ranks[1]
+    (own,) = host_of(second)._own
+    process, servers = psutil.Process(own.pid), host_of(second)._servers
+    assert {slot.rank for slot in servers.list_names()} == {0, 1}
+    second.close()
+    assert ends(process, within_s=60)
+    assert {slot.rank for slot in servers.list_names()} == {0}
+    assert not list(Path(host_of(second).spool).glob("*"))
