@@ -7,7 +7,7 @@
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
 # make test-mooncake      tests of stores and streams in a real Mooncake; that library is installed beside .venv
-# make test-cluster       tests on a real Slurm and a real Postgres, unpacked beside .venv from Debian's packages
+# make test-cluster       tests on a real Slurm and Postgres, unpacked beside .venv from Debian's packages, and a real S3 server
 # make test-ray           tests on a real Ray cluster of two nodes on this machine; Ray is installed beside .venv
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster

@@ -76,7 +76,7 @@ def write_train_job(
     Raises:
         ConfigError: no volume holds the folder of the run.
     """
-    _require_volume(request, spec)
+    require_volume(request, spec)
     job = replace(request.job, nodes=nodes or request.job.nodes)
     fewest = {} if request.min_nodes is None else {MIN_NODES: str(request.min_nodes)}
     manifest = {
@@ -203,7 +203,8 @@ def _nest_pod(pod: dict[str, Any]) -> dict[str, Any]:
     return {"template": {"spec": {"replicatedJobs": [{"name": NODE, "template": of_job}]}}}
 
 
-def _require_volume(request: JobRequest, spec: KubernetesLauncherSpec) -> None:
+def require_volume(request: JobRequest, spec: KubernetesLauncherSpec) -> None:
+    """Raise ConfigError if no volume holds the folder of the run, unless the settings set the pods' volumes themselves."""
     folder = PurePosixPath(request.files.path)
     if not any(folder.is_relative_to(path) for path in spec.volumes) and not spec.pod and not spec.overrides:
         raise ConfigError(

@@ -10,7 +10,14 @@ from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
 from draftworks.config.launcher_base import LauncherSpec
 from draftworks.errors import ConfigError, LauncherError
 from resources.kubernetes_client import ApiError, KubernetesApi
-from resources.kubernetes_manifest import CLAIM, MANAGED_BY, MANAGER, write_environment, write_train_job
+from resources.kubernetes_manifest import (
+    CLAIM,
+    MANAGED_BY,
+    MANAGER,
+    require_volume,
+    write_environment,
+    write_train_job,
+)
 from resources.kubernetes_runtime import require_runtime
 from resources.kubernetes_state import (
     count_nodes,
@@ -65,11 +72,7 @@ class KubernetesScheduler(Scheduler):
         spec = self._spec
         nodes = None if request.min_nodes is None else self._room.pop(request.name, None)
         manifest = write_train_job(request, spec, self._api.namespace, nodes)
-        if not self._has_checked_runtime:
-            runtime = self._api.get_runtime(spec.runtime_kind, spec.runtime)
-            if runtime is not None:
-                require_runtime(runtime, spec.grace_s)
-            self._has_checked_runtime = True
+        self._check_runtime()
         write_environment(request, spec)
         deadline = time.monotonic() + spec.grace_s + _CLEANUP_S
         while time.monotonic() < deadline:
@@ -84,6 +87,11 @@ class KubernetesScheduler(Scheduler):
             if (existing := self._make_room(request)) is not None:
                 return make_id(existing)
         raise LauncherError(f"{self._api.server}: a TrainJob {request.name} is being deleted and does not go away")
+
+    def check(self, request: JobRequest) -> None:
+        require_volume(request, self._spec)
+        self._check_runtime()
+        self._api.list_jobs(request.name)
 
     def find(self, name: str) -> SeenJob | None:
         found = self._api.get_job(name)
@@ -146,6 +154,14 @@ class KubernetesScheduler(Scheduler):
         """Stop following jobs; a later look follows again."""
         for id in tuple(self._watches):
             self._forget(id)
+
+    def _check_runtime(self) -> None:
+        """Raise ConfigError, the first time, if the training runtime is missing or does not fit."""
+        if not self._has_checked_runtime:
+            runtime = self._api.get_runtime(self._spec.runtime_kind, self._spec.runtime)
+            if runtime is not None:
+                require_runtime(runtime, self._spec.grace_s)
+            self._has_checked_runtime = True
 
     def _make_room(self, request: JobRequest) -> dict[str, Any] | None:
         """Return the TrainJob that has a request's name if it is this very job; else delete it if it has ended.

@@ -74,6 +74,13 @@ class Scheduler(ABC):
             LauncherError: the scheduler cannot be reached, or refuses for another reason.
         """
 
+    def check(self, request: JobRequest) -> None:
+        """Raise what `create` would raise for a job like this one, as far as that is known without creating one.
+
+        A kind that can only tell whether it is reached leaves this as it is.
+        """
+        self.list()
+
     @abstractmethod
     def find(self, name: str) -> SeenJob | None:
         """Return the job of this name that has not ended; else the newest ended one that is known; else None."""

@@ -17,6 +17,8 @@ _UNKNOWN_JOB = "Invalid job id"
 _UNREACHABLE = re.compile(
     r"unable to contact slurm|connect failure|connection refused|timed out|communication|munge|authentication", re.I
 )
+_NOT_NOW = re.compile(r"not available|busy|reserved|down|drain", re.I)
+"""Words on nodes and partitions that come back: a real job waits for them."""
 _KEPT = {"SLURM_CONF", "SLURM_CLUSTERS"}
 _TIMEOUT_S = 120.0
 """Seconds for one command; a controller under load lets its clients wait and retry."""
@@ -64,6 +66,22 @@ class SlurmCommands:
             raise ConfigError(f"Slurm refuses the job: {error}. Its script is {script}") from None
         return printed.strip().split(";")[0]
 
+    def test(self, options: Iterable[str]) -> None:
+        """Return if a batch script with these `#SBATCH` options would be taken, now or when what is down is back.
+
+        Raises:
+            ConfigError: Slurm would refuse it.
+        """
+        script = "\n".join(["#!/bin/sh", *(f"#SBATCH {option}" for option in options), ""])
+        try:
+            self._run("sbatch", ["--test-only"], text=script)
+        except LauncherError as error:
+            if _UNREACHABLE.search(str(error)):
+                raise
+            words = str(error).removeprefix("Slurm: ")
+            if not all(map(_NOT_NOW.search, words.split("; "))):
+                raise ConfigError(f"Slurm would refuse the job: {words}") from None
+
     def list_jobs(self, *options: str) -> list[SlurmRecord]:
         """Return the jobs that squeue shows with `options`."""
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS.items())
@@ -92,7 +110,8 @@ class SlurmCommands:
             if _UNREACHABLE.search(str(error)):
                 raise
 
-    def _run(self, name: str, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    def _run(self, name: str, arguments: Sequence[str], env: Mapping[str, str] | None = None, text: str = "") -> str:
+        """Return what a command prints, which reads `text`."""
         program = name if self.folder is None else str(Path(self.folder) / name)
         # In an allocation of another job these would be taken for options of ours.
         foreign = ("SBATCH_", "SLURM_", "SQUEUE_", "SRUN_")
@@ -101,7 +120,7 @@ class SlurmCommands:
             done = subprocess.run(
                 [program, *arguments],
                 env={**outside, **(env or {})},
-                stdin=subprocess.DEVNULL,
+                input=text,
                 capture_output=True,
                 text=True,
                 errors="replace",

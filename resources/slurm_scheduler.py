@@ -14,7 +14,7 @@ from draftworks.config.launchers import LauncherSpec, SlurmLauncherSpec
 from draftworks.errors import LauncherError
 from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
 from resources.slurm_commands import SlurmCommands, SlurmRecord
-from resources.slurm_script import LOST_NODE_EXIT, STOPPED_EXIT, list_begun, write_script
+from resources.slurm_script import LOST_NODE_EXIT, STOPPED_EXIT, build_options, list_begun, write_script
 from resources.torch_job import JobState, RunDir
 
 QUESTION_INTERVAL_S = 2.0
@@ -98,15 +98,18 @@ class SlurmScheduler(Scheduler):
         self._spec = spec
         self._commands = SlurmCommands(spec.commands)
         self._queue = get_queue(self._commands)
-        self._submitted_at: dict[str, float] = {}
+        self._changed_at: dict[str, float] = {}
         self._files: dict[str, RunDir] = {}
 
     def create(self, request: JobRequest) -> str:
         script = write_script(request, self._spec)
         id = self._commands.submit(script, request.env)
-        self._submitted_at[id] = self._queue.clock()
+        self._changed_at[id] = self._queue.clock()
         self._files[id] = request.files
         return id
+
+    def check(self, request: JobRequest) -> None:
+        self._commands.test(build_options(request, self._spec))
 
     def find(self, name: str) -> SeenJob | None:
         found = self._commands.list_jobs(f"--name={name}", "--states=all")
@@ -129,6 +132,12 @@ class SlurmScheduler(Scheduler):
         record = self._ask(id)
         if record is None or _describe(record).state.is_final:
             return
+        try:
+            self._end(id, record, grace_s)
+        finally:
+            self._changed_at[id] = self._queue.clock()  # what was answered before is out of date
+
+    def _end(self, id: str, record: SlurmRecord, grace_s: float) -> None:
         if record.state in _RUNNING:
             # To the script alone, which hands it on once; Slurm's own way to cancel would give KillWait seconds at most.
             self._commands.cancel("--batch", "--signal=TERM", id)
@@ -158,7 +167,7 @@ class SlurmScheduler(Scheduler):
 
     def _look(self, id: str) -> SlurmRecord | None:
         """Return a job from the common answer; another user's, or one that squeue has forgotten, by a question of its own."""
-        found = self._queue.find(id, self._submitted_at.get(id, float("-inf")))
+        found = self._queue.find(id, self._changed_at.get(id, float("-inf")))
         return found or self._ask(id)
 
     def _ask(self, id: str) -> SlurmRecord | None:

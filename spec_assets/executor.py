@@ -1,6 +1,7 @@
 """The executor of runs: steps whose results exist run in the run's process, all others in a process each.
 
-It rejects a run without a valid target before the first step, and logs the first cause of a failed run after the last.
+It rejects a run without a valid target before the first step, and one whose scheduler or object storage refuses before the
+first that makes something; it logs the first cause of a failed run after the last.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dagster_shared.error import SerializableErrorInfo
 
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.targets.registry import Registry
+from spec_assets.places import require_places
 from spec_assets.pools import assign_pools
 from spec_assets.run_problems import RunProblems
 from spec_assets.run_record import end_with_record
@@ -113,6 +115,8 @@ class RunExecutor(dg.Executor):
                 left.append(step.key)
         if left:
             subset = self._build_subset(plan_context, plan, left)
+            with raise_without_traceback():
+                require_places(subset, target, self._registry)
             yield from self._inner.execute(plan_context, assign_pools(subset, target, self._registry))
 
     def _build_subset(self, plan_context: Any, plan: Any, steps: Sequence[str]) -> Any:

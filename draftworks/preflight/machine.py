@@ -6,11 +6,9 @@ import os
 from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
-from draftworks.errors import ConfigError
 from draftworks.preflight.findings import Findings
+from draftworks.preflight.object_storage import check_object_storage
 from draftworks.preflight.streams import check_stream, find_existing
-from draftworks.storage.object_access import parse_object_url
-from draftworks.storage.object_store import ObjectStore
 from draftworks.targets.registry import Registry
 
 _MAX_RANKS_PER_PROCESSOR = 4
@@ -57,21 +55,6 @@ def check_writable(registry: Registry, findings: Findings) -> None:
             findings.error(
                 f"deployment: {key}: {existing} cannot be written to: give this user the right to, or name another"
             )
-
-
-def check_object_storage(registry: Registry, findings: Findings) -> None:
-    """Check the library and the keys of the deployment's object storage. Nothing is sent: a run says what is refused."""
-    deployment = registry.load_deployment()
-    urls = {"features.url": deployment.features.url}
-    if deployment.publish is not None:
-        urls["publish.url"] = deployment.publish.url
-    for key, url in urls.items():
-        if url is None:
-            continue
-        try:
-            ObjectStore.open(url, deployment.object_storage.select(parse_object_url(url).bucket))
-        except ConfigError as error:
-            findings.error(f"deployment: {key}: {error}")
 
 
 def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from draftworks.config.launchers import LOCAL, PROGRAMS
 from draftworks.errors import DraftworksError
 from draftworks.preflight.examine import examine_entry
 from draftworks.preflight.findings import Finding
+from draftworks.preflight.object_storage import find_storage_problems
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 
 REGISTRY = Path(__file__).resolve().parents[2] / "registry"
+_LONGEST_WAIT_S = 10.0
+"""For object storage that does not answer; a run waits longer."""
 
 
 def check(
@@ -24,20 +30,25 @@ def check(
 ) -> None:
     """Check every target's registry entry, files, drafts and a sample of its data, and print errors and warnings.
 
-    Reads no weights. Exit code 1 if there is an error, else 0.
+    Reads no weights. Schedulers that jobs are to run in are asked whether they would take them, and object storage is
+    written to. Exit code 1 if there is an error, else 0.
     """
     found = Registry(registry)
     try:
         shared = found.find_shared_problems()
         names = target or found.list_targets()
         digests = FileDigests(None if shared else found.resolve_var_folder() / "digests.json")
+        if not shared:
+            shared += find_storage_problems(found, longest_wait_s=_LONGEST_WAIT_S)
         if not names:
             shared.append(f"{registry / 'targets'}: no target: expected a file NAME.yaml for each")
     except DraftworksError as error:
         shared, names, digests = [str(error)], [], FileDigests()
     checked: dict[str, tuple[Finding, ...]] = {}
+    refused = _ask_schedulers(found, names)
     for name in names:
-        checked[name] = tuple(one for one in examine_entry(name, found, digests) if one.text not in shared)
+        entry = [*examine_entry(name, found, digests), *(Finding("error", text) for text in refused.get(name, ()))]
+        checked[name] = tuple(one for one in entry if one.text not in shared)
         if not as_json:
             _print_findings(name, checked[name])
     errors = len(shared) + sum(one.severity == "error" for findings in checked.values() for one in findings)
@@ -50,6 +61,29 @@ def check(
         typer.echo(f"{count}: {errors or 'no'} problem{'' if errors == 1 else 's'}", err=bool(errors))
     if errors:
         raise typer.Exit(1)
+
+
+def _ask_schedulers(registry: Registry, names: list[str]) -> dict[str, list[str]]:
+    """Return, by target, why schedulers would not take its jobs. A program of its own knows launchers and asks them."""
+    asked = [name for name in names if _uses_scheduler(registry, name)]
+    if not asked:
+        return {}
+    command = [sys.executable, "-m", "resources.launcher_checks", str(registry.root), *asked]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return dict.fromkeys(asked, [f"launcher: schedulers could not be asked: {last}"])
+    return json.loads(done.stdout)
+
+
+def _uses_scheduler(registry: Registry, name: str) -> bool:
+    """Whether a target has jobs for other machines than this one. An invalid entry, which is reported, has none."""
+    try:
+        target = registry.load_target(name)
+        specs = [registry.resolve_launcher(target, program) for program in PROGRAMS]
+    except DraftworksError:
+        return False
+    return any(spec.kind != LOCAL or spec.nodes > 1 for spec in specs)
 
 
 def _print_findings(name: str, findings: tuple[Finding, ...]) -> None:

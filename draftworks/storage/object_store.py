@@ -29,7 +29,7 @@ SINGLE_PUT_BYTES = 64 << 20
 """Larger files are uploaded in parts."""
 SAY_AFTER_S = 5.0
 MAX_PAUSE_S = 5.0
-INSTALL = "pip install 'draftworks[s3]'"
+INSTALL = "pip install -e '.[s3]'"
 _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
 

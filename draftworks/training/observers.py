@@ -86,7 +86,7 @@ class TensorBoardLog:
         except ImportError as error:
             raise ConfigError(
                 "training.tensorboard is on, but TensorBoard is not installed: "
-                "pip install 'draftworks[tensorboard]', or turn it off"
+                "pip install -e '.[tensorboard]', or turn it off"
             ) from error
         self._open = functools.partial(SummaryWriter, str(folder))
         self._writer: SummaryWriter | None = None

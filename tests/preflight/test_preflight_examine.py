@@ -231,6 +231,19 @@ def test_the_command_tells_a_line_for_each_target_and_its_exit_code_says_whether
     assert len(told["targets"]["broken"]["errors"]) == 1
 
 
+def test_the_command_asks_schedulers_and_object_storage(fleet, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "toy")
+    (fleet.registry.root / "deployment.yaml").write_text(
+        "launcher: {programs: {train: {kind: slurm, commands: /nowhere}}}\npublish: {url: 's3://drafts/published'}\n"
+        "object_storage: {endpoint: 'http://127.0.0.1:9', retry_s: 0}\n"
+    )
+    told = json.loads(run(fleet, "--json").stdout)
+    assert any("publish.url: s3://drafts/published" in problem for problem in told["problems"])
+    (error,) = told["targets"]["small"]["errors"]
+    assert error.startswith("target small: jobs of train: launcher of kind slurm: expected Slurm's command sbatch in")
+
+
 def test_a_registry_without_a_target_is_not_in_order(fleet):
     (fleet.registry.root / "targets" / "small.yaml").rename(fleet.registry.root / "targets" / "small.yml")
     found = run(fleet)

@@ -88,6 +88,26 @@ def test_a_refused_job_is_one_error_with_the_servers_words(
     assert not bench.cluster.store.list("trainjobs")
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (remove_trainer, "Is Kubeflow Trainer 2.2 or later installed there?"),
+        (remove_runtime, "has no ClusterTrainingRuntime draftworks"),
+        (send_another_token, "Unauthorized .*Renew the credentials"),
+        (lambda bench: bench.settings.update(volumes={"/data": "shared"}), "none holds the folder of the run"),
+    ],
+    ids=["no-trainer", "no-runtime", "old-token", "no-volume"],
+)
+def test_a_check_finds_what_is_known_before_a_job_exists(
+    bench: KubernetesBench, spoil: Callable[[KubernetesBench], None], words: str
+) -> None:
+    bench.make_scheduler().check(bench.request())
+    spoil(bench)
+    with pytest.raises(DraftworksError, match=words):
+        bench.make_scheduler().check(bench.request())
+    assert not [verb for verb, _, _ in bench.cluster.calls if verb != "GET"]
+
+
 def test_a_runtime_that_may_not_be_read_is_not_checked(bench: KubernetesBench) -> None:
     bench.cluster.forbidden.add(("GET", RUNTIMES))
     scheduler = bench.make_scheduler()

@@ -153,6 +153,12 @@ def test_refusals_are_told_in_slurms_words(tmp_path: Path, cluster: SlurmCluster
     ):
         with pytest.raises(ConfigError, match=rf"(?s)Slurm refuses the job: .*{words}.*job\.sh"):
             make_scheduler(cluster, **settings).create(make_request(tmp_path, "sum"))
+        if "memory" in settings:  # a test run says of too much of it what it says of drained nodes
+            continue
+        with pytest.raises(ConfigError, match=rf"(?s)Slurm would refuse the job: .*{words}"):
+            make_scheduler(cluster, **settings).check(make_request(tmp_path, "sum"))
+    make_scheduler(cluster).check(make_request(tmp_path, "sum", nodes=2))
+    assert cluster.ask("squeue", "--noheader") == ""
     with pytest.raises(ConfigError, match="is over before anything is done"):
         make_scheduler(cluster, time_limit_s=60, grace_s=60).create(make_request(tmp_path, "sum"))
     with pytest.raises(ConfigError, match="expected Slurm's command sbatch in /nowhere"):
@@ -164,6 +170,7 @@ def test_a_job_that_would_wait_for_ever_is_a_failure(tmp_path: Path, cluster: Sl
     cluster.ask("scontrol", "update", "partition=short", "state=down")
     try:
         id = make_scheduler(cluster, partition="short").create(make_request(tmp_path, "sum"))
+        make_scheduler(cluster, partition="short").check(make_request(tmp_path, "sum"))
         waiting = scheduler.look(id)
         assert waiting is not None
         assert waiting.state is JobState.PENDING
@@ -196,6 +203,8 @@ def test_an_unreachable_controller_is_an_error_and_jobs_go_on(tmp_path: Path, cl
             make_scheduler(cluster).create(make_request(tmp_path, "sum"))
         with pytest.raises(LauncherError, match=r"(?i)Slurm: .*unable to contact slurm controller"):
             scheduler.list()
+        with pytest.raises(LauncherError, match=r"(?i)Slurm: .*unable to contact slurm controller"):
+            scheduler.check(request)
     finally:
         cluster.start()
     assert wait_for_end(scheduler, id).state is JobState.SUCCEEDED

@@ -154,4 +154,4 @@ except ConfigError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "pip install 'draftworks[s3]'" in done.stdout
+    assert "pip install -e '.[s3]'" in done.stdout

