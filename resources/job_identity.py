@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from draftworks.config.run_files import CaptureRun, RegenerateRun, RunFile, TrainRun
 from draftworks.storage.artifacts import PARTIAL
-from draftworks.storage.atomic import STAGED
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_bytes
 from resources.job_claims import CLAIM
@@ -15,27 +13,23 @@ from resources.scheduler import NAME_PREFIX
 from resources.torch_job import JobIdentity
 
 _MOST_BYTES = 16 << 20
-_STAGED_NAME = re.compile(rf"(.+)\.{STAGED}-[0-9a-f]+")
 
 
 def identify_job(asset: str, partition: str, run: RunFile, path: Path, role: str = "") -> JobIdentity:
     """Return the identity of the job that a run file describes.
 
-    Its claim lies in the folder of the result that it builds. That of a job that runs beside another lies beside its own
-    output, which others read; and that of a job whose folder has a new name each time, beside the folder: such a job is
-    not adopted, and the next one ends it.
+    Its claim lies in the folder of the result that it builds, which has to have the same name whenever the job is started.
+    The claim of a job that runs beside another lies beside its own output, which others read.
 
     Args:
         path: the saved run file.
         role: name of a job that runs beside that of the asset, among the others of the asset.
     """
-    staged = _STAGED_NAME.fullmatch(run.out.name)
-    result = staged[1] if staged else run.out.name.removesuffix(PARTIAL)
-    beside = ".".join(filter(None, (staged and staged[1], role, CLAIM)))
+    result = run.out.name.removesuffix(PARTIAL)
     text = read_bytes(path, _MOST_BYTES).decode()
     return JobIdentity(
         name=f"{NAME_PREFIX}{digest([asset, partition, result, role, text])}",
-        claim=run.out.parent / beside if role or staged else run.out / CLAIM,
+        claim=run.out.parent / f"{role}.{CLAIM}" if role else run.out / CLAIM,
         made=f"{partition}/{asset}/{role}" if role else f"{partition}/{asset}",
         progress=_list_progress_folders(run),
     )

@@ -20,6 +20,7 @@ from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_json
 from resources.companions import Companion
+from resources.job_claims import CLAIM
 from resources.workspace import Workspace
 from spec_assets.common import make_companion
 from spec_assets.features import PLANNED
@@ -125,8 +126,9 @@ def open_stream(
     folder = locate_streams(workspace, target) / (readers[0].digest if len(readers) == 1 else digest(digests))
     producers = folder / "producers"
     producers.mkdir(parents=True, exist_ok=True)
-    for path in producers.glob("*.json"):
-        path.unlink()
+    if not list(folder.glob(f"*{CLAIM}")):  # else producers may live, or have ended with nobody to read their figures
+        for path in producers.glob("*.json"):
+            path.unlink()
     followers = [each.to_follower() for each in readers]
     if len(readers) > 1:
         require_one_schedule(followers)

@@ -1,6 +1,7 @@
 """Eval set assets. `heldout` is split off a target's own conversations; the others are files in registry/evals/."""
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ from draftworks.evaluation.cache.eval_config import EvalConfig
 from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, of_eval_set
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.atomic import publish_json, remove
 from draftworks.storage.data_records import EvalFeaturesIdentity, EvalSetIdentity
 from draftworks.storage.identity import digest
 from draftworks.storage.records import EvalData
+from resources.job_claims import CLAIM
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, read_partition, report_check, report_result, require_target
@@ -122,7 +124,9 @@ def make_eval_features_asset(name: str) -> dg.AssetsDefinition:
         subject = EvalSubject.of(workspace, target, name)
 
         def build(out: Path) -> BuildResult:
-            return _to_build_result(subject.obtain_entry(context, launcher))
+            result = _to_build_result(subject.obtain_entry(context, launcher, out))
+            clear(out)  # the cache has what it needs
+            return result
 
         artifact = obtain_result(
             context,
@@ -216,15 +220,22 @@ class EvalSubject:
         known = EvalCache.for_config(self.config).try_get(self.config, inputs)
         return known is not None and holds_feature_set(self.store, known)
 
-    def obtain_entry(self, context: dg.AssetExecutionContext, launcher: TorchLauncher) -> CacheEntry:
-        """Return the cache entry; capture features that are not in the store if there is none."""
+    def obtain_entry(self, context: dg.AssetExecutionContext, launcher: TorchLauncher, out: Path) -> CacheEntry:
+        """Return the cache entry; capture features that are not in the store if there is none.
+
+        Args:
+            out: the folder in which the capture describes its features. It has the same name in each run, unlike the
+                cache's own folder of an unfinished entry, so that the job of a run that was killed is found again.
+        """
         config, store = self.config, self.store
         cache = EvalCache.for_config(config)
         if not self.is_cached() and cache.invalidate(config):
             context.log.warning("some cached features are missing in the store: capturing them again")
 
-        def produce(out: Path) -> None:
+        def produce(entry: Path) -> None:
             capture = self.capture
+            if not (out / CLAIM).exists():
+                clear(out)  # of an attempt that left no job
             run = CaptureRun(
                 out=out,
                 target=self.files,
@@ -238,12 +249,20 @@ class EvalSubject:
             job = launch_workers(
                 context, launcher, self.workspace, "capture", run, capture.processes, capture.device, python
             )
-            publish_json(out / CAPTURE_REPORT, job.report)
+            for file in out.iterdir():
+                if file.is_file() and file.name != CLAIM and not file.name.startswith("."):
+                    shutil.copy(file, entry)
+            publish_json(entry / CAPTURE_REPORT, job.report)
 
         entry = cache.get_or_produce(config, produce, self.inputs)
         if entry.rebuilt_because:
             context.log.warning(f"the cached features were made again: {entry.rebuilt_because}")
         return entry
+
+
+def clear(folder: Path) -> None:
+    for each in folder.iterdir():
+        remove(each)
 
 
 def locate_feature_set(workspace: Workspace, target: str, name: str) -> FeatureSet:

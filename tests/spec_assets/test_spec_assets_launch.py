@@ -16,7 +16,6 @@ from draftworks.config.launchers import LocalLauncherSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import RunFile
 from draftworks.errors import ConfigError
-from draftworks.storage.atomic import STAGED, make_sibling_path
 from resources.job_identity import identify_job
 from resources.torch_job import TorchJob
 from resources.workspace import Workspace
@@ -96,10 +95,10 @@ def test_the_same_work_is_the_same_job_and_where_it_runs_is_no_part_of_it(worksp
     assert launched(workspace, tmp_path / "other", "hf").identity.name != first.name
 
 
-def test_a_job_whose_folder_has_a_new_name_each_time_has_its_claim_beside_it(workspace, tmp_path):
-    run = RunFile(out=make_sibling_path(tmp_path / "entry", STAGED))
-    path = run.save(tmp_path / "run.yaml")
-    assert identify_job("a", "t", run, path).claim == tmp_path / "entry.job.json"
-    assert identify_job("a", "t", run, path, "worker1").claim == tmp_path / "entry.worker1.job.json"
-    again = RunFile(out=make_sibling_path(tmp_path / "entry", STAGED))
-    assert identify_job("a", "t", again, again.save(path)).name != identify_job("a", "t", run, run.save(path)).name
+def test_a_job_beside_another_has_its_claim_beside_its_own_output(tmp_path):
+    run = RunFile(out=tmp_path / "figures")
+    alone, beside = (identify_job("a", "t", run, run.save(tmp_path / "run.yaml"), role) for role in ("", "worker1"))
+    assert alone.claim == tmp_path / "figures" / "job.json"
+    assert beside.claim == tmp_path / "worker1.job.json"
+    assert alone.name != beside.name
+    assert (alone.made, beside.made) == ("t/a", "t/a/worker1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import stat
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,13 @@ from draftworks.dataflow.control_wire import TOKEN_ENV, load_token
 from draftworks.errors import ConfigError
 from resources.companions import Companion
 from resources.workspace import Workspace
-from spec_assets.stream_services import choose_endpoint, locate_database, make_stream_place, make_stream_services
+from spec_assets.stream_services import (
+    choose_endpoint,
+    locate_database,
+    make_stream_place,
+    make_stream_services,
+    obtain_token_file,
+)
 
 CONTEXT = SimpleNamespace(
     run=SimpleNamespace(run_id="0123456789"),
@@ -36,7 +44,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
 
 def serve(workspace: Workspace, tmp_path: Path, target: TargetFiles, **streaming) -> tuple[ProduceRun, list[Companion]]:
     settings, folder = StreamingSpec(**streaming), tmp_path / "var" / "streams" / "small" / "0123"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     database = locate_database(folder, settings, workspace)
     run = ProduceRun(
         out=tmp_path,
@@ -83,6 +91,50 @@ def test_memory_runs_beside_a_stream_over_mooncake(workspace, tmp_path: Path, ti
     assert MemoryRun.load(Path(memory.job.args[0])).stream == run.stream
 
 
-def test_an_address_of_another_machine_is_refused():
+def test_an_address_of_another_machine_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"expected an address of this machine.* found '203\.0\.113\.7:0'"):
-        choose_endpoint("203.0.113.7:0")
+        choose_endpoint("203.0.113.7:0", tmp_path / "control.address")
+
+
+def test_a_stream_that_is_started_again_has_the_same_jobs(workspace, tmp_path: Path, tiny_target):
+    first, _ = serve(workspace, tmp_path, tiny_target, control={})
+    secret = load_token(first.stream.token_file)
+    again, _ = serve(workspace, tmp_path, tiny_target, control={})
+    assert again == first
+    assert load_token(again.stream.token_file) == secret
+
+
+def test_a_kept_port_is_waited_for_and_given_up_if_another_program_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kept = tmp_path / "control.address"
+    first = choose_endpoint("127.0.0.1:0", kept)
+    taken = socket.create_server(("127.0.0.1", int(first.rpartition(":")[2])))
+    ending = threading.Timer(0.5, taken.close)
+    ending.start()
+    assert choose_endpoint("127.0.0.1:0", kept) == first
+    ending.join()
+    monkeypatch.setattr("spec_assets.stream_services._ENDING_S", 0.0)
+    with socket.create_server(("127.0.0.1", int(first.rpartition(":")[2]))):
+        other = choose_endpoint("127.0.0.1:0", kept)
+        assert other != first
+    assert choose_endpoint("127.0.0.1:0", kept) == other
+    assert choose_endpoint("127.0.0.2:0", kept).startswith("127.0.0.2:")
+
+
+@pytest.mark.parametrize("damage", ["readable", "short", "link"])
+def test_a_secret_that_cannot_be_trusted_is_made_anew(tmp_path: Path, damage: str):
+    path = obtain_token_file(tmp_path / "control.token")
+    before = path.read_text()
+    if damage == "readable":
+        path.chmod(0o644)
+    elif damage == "short":
+        path.write_text("short")
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    assert obtain_token_file(path) == path
+    assert len(load_token(path)) == 64
+    assert path.read_text() != before
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    assert not path.is_symlink()
