@@ -27,6 +27,9 @@ VARIABLE = "DRAFTWORKS_SHARED_FOLDER"
 PATIENCE_S = 15.0
 """How long a token may take to appear: clients of network file systems remember what is not there."""
 MAX_SKEW_S = 5.0
+REFUSED_SKEW_S = 60.0
+"""Clocks that differ by more are an error. Which rank failed first is found by times, and servers refuse signatures and
+tokens whose time is far from their own."""
 KEPT_S = 24 * 3600.0
 _POLL_S = 0.2
 
@@ -95,7 +98,8 @@ def check_shared_folder(token: FolderToken, patience_s: float = PATIENCE_S) -> F
     A clock that differs by more than `MAX_SKEW_S` is logged as a warning: times in logs and records then mislead.
 
     Raises:
-        ConfigError: this host does not see the folder, sees another one at its path, or cannot write to it.
+        ConfigError: this host does not see the folder, sees another one at its path, or cannot write to it; or its clock
+            differs by more than `REFUSED_SKEW_S`.
     """
     host = socket.gethostname()
     _require_token(token, host, patience_s)
@@ -110,6 +114,8 @@ def check_shared_folder(token: FolderToken, patience_s: float = PATIENCE_S) -> F
             f"found: {error}. Mount it writable on {host}, for the same user"
         ) from error
     skew = describe_skew(token, answer)
+    if skew is not None and abs(answer.skew_s) > REFUSED_SKEW_S:
+        raise ConfigError(f"{skew}, and run it again")
     if skew is not None:
         log.warning("%s", skew)
     return answer
@@ -145,7 +151,7 @@ def describe_skew(token: FolderToken, answer: FolderAnswer) -> str | None:
     direction = "ahead of" if answer.skew_s > 0 else "behind"
     return (
         f"the clock of host {answer.host} is {abs(answer.skew_s):.0f} s {direction} that of {token.host}: times in logs and "
-        "records of the two cannot be compared. Results are not affected; set the clocks by NTP"
+        "records of the two cannot be compared. Set the clocks by NTP"
     )
 
 
@@ -169,10 +175,15 @@ def _require_token(token: FolderToken, host: str, patience_s: float) -> None:
 
 
 def _write(path: Path, value: object) -> float:
-    """Write a JSON file to the disk; return how far this host's clock is ahead of the time that the file was given."""
+    """Write a JSON file to the disk; return how far this host's clock is ahead of the time that the file was given.
+
+    What a slow file system takes does not count: it is the least difference that the times before and after allow.
+    """
+    before = time.time()
     path.write_text(json.dumps(value))
     fsync(path)
-    return time.time() - path.stat().st_mtime
+    after, given = time.time(), path.stat().st_mtime
+    return max(before - given, 0.0) + min(after - given, 0.0)
 
 
 def _sweep(folder: Path) -> None:

@@ -85,13 +85,27 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
         write_folder_token(tmp_path)
 
 
-@pytest.mark.parametrize(("ahead_s", "words"), [(90.0, "90 s behind that of"), (-90.0, "90 s ahead of that of")])
+@pytest.mark.parametrize(("ahead_s", "words"), [(20.0, "20 s behind that of"), (-20.0, "20 s ahead of that of")])
 def test_clocks_that_differ_are_told_on_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture, ahead_s, words):
     token = replace(write_folder_token(tmp_path), ahead_s=ahead_s)
     answer = check_shared_folder(token)
     assert words in caplog.text
     assert words in str(describe_skew(token, read_folder_answers(token)[0]))
     assert answer in read_folder_answers(token)
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(90.0, "90 s behind that of"), (-90.0, "90 s ahead of that of")])
+def test_clocks_that_differ_by_minutes_are_an_error_at_the_start(tmp_path: Path, ahead_s: float, words: str):
+    token = replace(write_folder_token(tmp_path), ahead_s=ahead_s)
+    with pytest.raises(ConfigError, match=f"clock of host {HOST} is {words} {HOST}.*Set the clocks by NTP"):
+        check_shared_folder_of_job(token.to_env())
+
+
+def test_a_slow_file_system_is_no_wrong_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [time.time()]
+    monkeypatch.setattr(shared_folder.time, "time", lambda: now[0])
+    monkeypatch.setattr(shared_folder, "fsync", lambda path: now.append(now.pop() + 100))
+    assert abs(write_folder_token(tmp_path).ahead_s) < 1
 
 
 def test_tokens_of_long_ago_are_removed(tmp_path: Path):
