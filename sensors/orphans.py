@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def make_orphan_sensor(registry: Registry) -> dg.SensorDefinition:
-    """Return the sensor; it is on where the deployment's jobs run in a scheduler."""
+    """Return the sensor; it is on where jobs of the deployment, or of one of its programs, run in a scheduler."""
     launcher = registry.load_deployment().launcher
-    status = dg.DefaultSensorStatus.STOPPED if launcher.kind == LOCAL else dg.DefaultSensorStatus.RUNNING
+    kinds = {launcher.kind, *(own.get("kind", launcher.kind) for own in launcher.programs.values())}
+    status = dg.DefaultSensorStatus.STOPPED if kinds == {LOCAL} else dg.DefaultSensorStatus.RUNNING
 
     @dg.sensor(
         name="orphan_sensor",

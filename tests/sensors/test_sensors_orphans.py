@@ -143,6 +143,9 @@ def test_it_is_on_where_jobs_live_in_a_scheduler_and_knows_those_of_targets(site
     (site.root / "deployment.yaml").write_text("var: var\n")
     assert make_orphan_sensor(site.registry).default_status is dg.DefaultSensorStatus.STOPPED
     assert list_scheduler_specs(site.registry) == []
+    (site.root / "deployment.yaml").write_text("launcher: {programs: {train: {kind: toy, root: x}}}\n")
+    assert make_orphan_sensor(site.registry).default_status is dg.DefaultSensorStatus.RUNNING
+    (site.root / "deployment.yaml").write_text("var: var\n")
     target = "model: m\ndataset: d\nlauncher: {programs: {train: {kind: toy, root: y}}}\n"
     (site.root / "targets" / "t.yaml").write_text(target)
     (site.root / "targets" / "broken.yaml").write_text("model: [\n")

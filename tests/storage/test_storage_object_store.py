@@ -12,7 +12,7 @@ import pytest
 from draftworks.config.object_storage import BucketAccess, ObjectStorageSpec
 from draftworks.errors import ConfigError
 from draftworks.storage.object_access import parse_object_url
-from draftworks.storage.object_errors import MissingObjectError, ObjectStorageError
+from draftworks.storage.object_errors import MissingObjectError, ObjectStorageError, explain
 from draftworks.storage.object_store import ByteRange, ObjectStore
 
 
@@ -78,6 +78,24 @@ def test_files_go_up_and_come_down(objects: ObjectStore, tmp_path: Path):
 def test_what_can_be_written_to_is_left_as_it_was(objects: ObjectStore):
     objects.require_writable()
     assert list(objects.list()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("RequestTimeTooSkewed", "the clocks of this machine and of the server differ too much"),
+        ("SignatureDoesNotMatch", "the server does not accept these keys"),
+        ("ExpiredToken", "the server does not accept these keys"),
+        ("AccessDenied", "these keys may not write here"),
+        ("NoSuchBucket", "there is no such bucket"),
+    ],
+)
+def test_refusals_of_a_server_are_said_for_a_person(code: str, words: str):
+    from obstore.exceptions import PermissionDeniedError
+
+    error = explain(PermissionDeniedError(f"<Code>{code}</Code>"), "write", "s3://toys", "s3://toys/a", 0.1)
+    assert words in str(error)
+    assert "\n" not in str(error)
 
 
 class Forgetful(ObjectStore):
