@@ -200,4 +200,5 @@ $(RAY)/ready: tools/ray-requirements.txt $(VENV)/ready
 	@touch $@
 
 clean:
+	@printf 'Remove var (all results) and the history of runs? Type yes: '; read answer; test "$$answer" = yes
 	rm -rf var .dagster/history .dagster/storage .dagster/schedules .dagster/logs .dagster/ready

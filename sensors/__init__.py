@@ -1,8 +1,8 @@
 """Sensors and schedules.
 
 They are off by default. `automation: true` in registry/deployment.yaml turns on the re-evaluation after changes and on
-schedule, and a launcher whose jobs live in a scheduler the sensor that ends those without a run. A switch in the UI takes
-precedence.
+schedule, and a launcher whose jobs live in a scheduler the sensor that ends those without a run; `retention.cron` turns
+on the schedule that prunes. A switch in the UI takes precedence.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dagster as dg
 
 from draftworks.targets.registry import Registry
 from sensors.orphans import make_orphan_sensor
+from sensors.pruning import make_prune_schedules
 from sensors.reevaluation import make_reevaluation_sensor
 from sensors.registry import make_registry_sensor
 from sensors.schedules import make_evaluation_schedules
@@ -28,6 +29,5 @@ def make_sensors(registry: Registry) -> list[dg.SensorDefinition]:
 
 def make_schedules(registry: Registry) -> list[dg.ScheduleDefinition]:
     automation = registry.load_deployment().automation
-    return make_evaluation_schedules(
-        registry, dg.DefaultScheduleStatus.RUNNING if automation else dg.DefaultScheduleStatus.STOPPED
-    )
+    status = dg.DefaultScheduleStatus.RUNNING if automation else dg.DefaultScheduleStatus.STOPPED
+    return [*make_evaluation_schedules(registry, status), *make_prune_schedules(registry)]

@@ -9,6 +9,7 @@ import dagster as dg
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.targets.registry import HELDOUT, Registry
 from jobs import make_jobs
+from jobs.pruning import make_prune_job
 from resources.deployment_launcher import make_deployment_launcher
 from resources.sglang_server import SGLangServer
 from resources.workspace import Workspace
@@ -60,7 +61,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     return dg.Definitions(
         assets=[*partition_assets(assets, targets), make_leaderboard_asset(strategies)],
         asset_checks=partition_checks(checks, targets),
-        jobs=make_jobs(evals),
+        jobs=[*make_jobs(evals), make_prune_job()],
         sensors=make_sensors(registry),
         schedules=make_schedules(registry),
         resources={

@@ -20,6 +20,7 @@ from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
 from draftworks.config.object_storage import ObjectStorageSpec, PublishSpec
 from draftworks.config.responses import ResponseSpec
+from draftworks.config.retention import RetentionSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
 from draftworks.config.streaming import StreamingSpec, StreamSteps, count_steps
@@ -365,6 +366,7 @@ class DeploymentSpec(Spec):
         default=None, description="Object storage that exports and reports are copied to; default: none."
     )
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    retention: RetentionSpec = Field(default_factory=RetentionSpec, description="What may be removed, and when.")
     automation: bool = Field(
         default=False, description="Evaluate drafts again automatically: on schedule, and after changes."
     )

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from draftworks.errors import StoreError
 from draftworks.storage.regular_files import parse_json
 
 if TYPE_CHECKING:
@@ -115,6 +116,20 @@ class SampleRef:
             for name, spec in fields.pop("feature_specs").items()
         }
         return cls(feature_specs=specs, **fields)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file, or object, of a store.
+
+    Attributes:
+        keys: of its features; for a store that keeps only digests of them, the file's name.
+        written: when it was published, in seconds since the epoch.
+    """
+
+    keys: tuple[str, ...]
+    nbytes: int
+    written: float
 
 
 @dataclass(frozen=True)
@@ -232,6 +247,18 @@ class KeyedFeatureStore(FeatureStore):
         Freed keys are missing at once, and can be put again. What is under lease in this process takes its bytes until
         its last lease ends.
         """
+
+    def find_unused(self, used: Collection[str]) -> list[StoredFile]:
+        """Return the files of which no feature has a key in `used`, and that `remove_files` would remove.
+
+        Raises:
+            StoreError: the store is damaged, or of a kind that keeps nothing for longer than a run.
+        """
+        raise StoreError(f"{self.uri}: a store of this kind cannot be pruned")
+
+    def remove_files(self, files: Iterable[StoredFile]) -> int:
+        """Remove files that `find_unused` returned; return the bytes freed. Their features are missing at once."""
+        return self.free(key for file in files for key in file.keys)
 
     @abstractmethod
     def refresh(self) -> None:

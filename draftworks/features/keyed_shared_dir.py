@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef
+from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef, StoredFile
 from draftworks.features.leases import LeaseTable
-from draftworks.features.sample_folder import remove
+from draftworks.features.sample_folder import remove, sample_key
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
 from draftworks.features.specs import fill_in_ref
 
@@ -96,6 +96,13 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         """Remove the files of features, see `KeyedFeatureStore.free`; what is under lease here is set aside until then."""
         with self._lock:
             return sum(map(self._free, keys))
+
+    def find_unused(self, used: Collection[str]) -> list[StoredFile]:
+        kept = set(map(sample_key, used))
+        return self._store.list_files(besides=kept)
+
+    def remove_files(self, files: Iterable[StoredFile]) -> int:
+        return sum(self._store.remove_file(name) for file in files for name in file.keys)
 
     def refresh(self) -> None:
         """No-op: `find_missing` caches nothing."""

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
+from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef, StoredFile
 from draftworks.features.freed_keys import FreedKeys, JournalState
 from draftworks.features.leases import LeaseTable
 from draftworks.features.shard_index import ShardIndex
@@ -194,6 +195,17 @@ class LocalFeatureStore(KeyedFeatureStore):
                 self._journals.record(path, names)
                 self._index.add(headers[path], self._journals.read(path))  # with what others have freed
             return self._remove_emptied(freed)
+
+    def find_unused(self, used: Collection[str]) -> list[StoredFile]:
+        self.refresh()
+        self.require_sound()
+        found: list[StoredFile] = []
+        for header in list(self._index.headers):
+            if not any(key in used for key in header.entries):
+                with suppress(FileNotFoundError):
+                    stat = header.path.stat()
+                    found.append(StoredFile(tuple(header.entries), stat.st_size, stat.st_mtime))
+        return found
 
     def flush(self) -> None:
         """Publish what is buffered."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
+from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef, StoredFile
 from draftworks.features.feature_cache import FeatureCache
 from draftworks.features.leases import LeaseTable
 from draftworks.features.object_index import IndexChange, ObjectIndex
@@ -208,6 +208,17 @@ class ObjectFeatureStore(KeyedFeatureStore):
                 self._wanted_by.pop(key, None)
             self._index.append(make)
             return self._remove_emptied(list(touched))
+
+    def find_unused(self, used: Collection[str]) -> list[StoredFile]:
+        with self._lock:
+            self._index.refresh()
+            headers = list(self._index.shards.headers)
+        written = {each.path: each.modified for each in self._shards.list()}
+        return [
+            StoredFile(tuple(header.entries), header.expected_bytes, written.get(header.path.name, time.time()))
+            for header in headers
+            if not any(key in used for key in header.entries)
+        ]
 
     def flush(self) -> None:
         """Publish what is buffered: the shard first, then the change of the index that names it."""

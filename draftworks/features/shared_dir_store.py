@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef
+from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef, StoredFile
 from draftworks.features.leases import LeaseTable
 from draftworks.features.sample_file import SampleHeader, read_sample_header, read_tensor, write_sample
 from draftworks.features.sample_folder import SampleFolder, SampleLocation, age_s, file_size, remove, sample_key
@@ -153,6 +154,21 @@ class SharedDirFeatureStore(FeatureStore):
         """Remove a file that `find_newest_file` named, and older ones of its sample; return the bytes freed."""
         place = _parse_place(file_name)
         return self._folder.remove_below(place.sample_key, place.generation + 1)
+
+    def list_files(self, besides: Collection[str]) -> list[StoredFile]:
+        """Return the newest file of each sample, by name, without those whose `sample_key` is in `besides`."""
+        newest: dict[str, SampleLocation] = {}
+        for place in self._folder.places():
+            if place.sample_key not in besides:
+                newest[place.sample_key] = max(
+                    place, newest.get(place.sample_key, place), key=lambda one: one.generation
+                )
+        found: list[StoredFile] = []
+        for place in newest.values():
+            with suppress(FileNotFoundError):
+                stat = self._folder.path(place).stat()
+                found.append(StoredFile((place.file_name,), stat.st_size, stat.st_mtime))
+        return found
 
     def set_aside(self, file_name: str) -> Path:
         """Rename such a file, so that its sample is gone for every process; return the new path, for its removal.

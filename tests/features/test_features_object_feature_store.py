@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from object_toys import ObjectHarness
-from store_keyed_contract import FreeingContract
+from store_keyed_contract import PruningContract
 
 
-class TestObjectFeatureStore(FreeingContract):
+class TestObjectFeatureStore(PruningContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> ObjectHarness:
         return ObjectHarness(tmp_path / "store")

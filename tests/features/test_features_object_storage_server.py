@@ -15,7 +15,7 @@ from object_toys import ObjectHarness
 from s3_server import BUCKET, S3Server, set_keys
 from store_contract import read
 from store_harness import put
-from store_keyed_contract import FreeingContract, keys_of
+from store_keyed_contract import PruningContract, keys_of
 
 from draftworks.config.object_storage import ObjectFeaturesSpec
 from draftworks.config.run_files import StoreSpec
@@ -48,7 +48,7 @@ class ServerHarness(ObjectHarness):
         return S3Server(self.folder, self.port).connect(self.place)
 
 
-class TestObjectFeatureStoreOnAServer(FreeingContract):
+class TestObjectFeatureStoreOnAServer(PruningContract):
     @pytest.fixture
     def harness(self, tmp_path: Path, server: S3Server) -> ServerHarness:
         return ServerHarness(tmp_path / "store", port=server.port, place=f"contract/{tmp_path.name}")

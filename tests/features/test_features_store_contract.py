@@ -8,7 +8,7 @@ import pytest
 from features_toys import ToyTokens, toy_ref
 from store_contract import ReadingContract, WritingContract
 from store_harness import FileHarness, put
-from store_keyed_contract import FreeingContract
+from store_keyed_contract import PruningContract
 
 from draftworks.features.contracts import SampleRef
 from draftworks.features.joined_store import JoinedStore
@@ -30,7 +30,7 @@ def open_keyed_shared(root: Path, max_hold_age_s: float) -> KeyedSharedDirStore:
     return KeyedSharedDirStore(root, max_hold_age_s=max_hold_age_s, staging_age_s=0.0)
 
 
-class TestLocalFeatureStore(FreeingContract):
+class TestLocalFeatureStore(PruningContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> FileHarness:
         return FileHarness(tmp_path, open_local, keyed=True)
@@ -52,7 +52,7 @@ class TestReadOnlyFeatureStore(ReadingContract):
         return ReadOnlyHarness(tmp_path, opened, keyed=True)
 
 
-class TestKeyedSharedDirStore(FreeingContract):
+class TestKeyedSharedDirStore(PruningContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> FileHarness:
         return FileHarness(tmp_path, open_keyed_shared, keyed=True)

@@ -34,6 +34,7 @@ from draftworks.config.registry_files import (
     TrainingSpec,
 )
 from draftworks.config.responses import EndpointSpec, ResponseSpec
+from draftworks.config.retention import RetentionSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
 from draftworks.config.strategies import list_strategies, resolve_strategy
@@ -234,7 +235,7 @@ SETTINGS = [
 OBJECT_STORAGE = {ObjectStorageSpec, BucketAccess, PublishSpec}
 IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec}
 """Name files and a selection: results have digests of what is in them."""
-OF_THE_INSTALLATION = {DeploymentSpec, FeaturesSpec, SGLangSpec, *KINDS.values(), *OBJECT_STORAGE}
+OF_THE_INSTALLATION = {DeploymentSpec, FeaturesSpec, RetentionSpec, SGLangSpec, *KINDS.values(), *OBJECT_STORAGE}
 """Where things run and lie."""
 HOW_IT_IS_COMPUTED = {"attention", "objective_chunk_blocks"}
 """Options of strategies that change a draft by rounding at most."""

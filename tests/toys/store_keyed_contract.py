@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -213,3 +214,30 @@ def _free(harness: StoreHarness, keys: list[str]) -> str:
     store = harness.open()
     assert isinstance(store, KeyedFeatureStore)
     return str(store.free(keys))
+
+
+class PruningContract(FreeingContract):
+    """Promises of stores that can tell what nobody uses."""
+
+    def test_files_without_a_used_key_are_found_and_removed(self, harness: StoreHarness, store: KeyedFeatureStore):
+        kept, gone = put(store, 1), put(store, 2)
+        size = harness.stored_bytes()
+        pruner = harness.open()
+        used = set(keys_of(1))
+        unused = pruner.find_unused(used)
+        assert all(time.time() - 600 < file.written < time.time() + 600 for file in unused)
+        assert sum(file.nbytes for file in unused) >= pruner.remove_files(unused) == size - harness.stored_bytes() > 0
+        store.refresh()
+        for reader in (store, pruner, harness.open()):
+            assert reader.find_missing(keys_of(2, 1)) == keys_of(2)
+            read(harness, reader, kept)
+            with pytest.raises(StoreError):
+                reader.get(gone)
+        assert pruner.find_unused(used) == []
+        assert pruner.find_unused({*keys_of(1), "f" * 32}) == []
+
+    def test_one_used_key_keeps_what_cannot_go_without_it(self, harness: StoreHarness, store: KeyedFeatureStore):
+        ref = put(store, 1)
+        used = keys_of(1)[:1]
+        store.remove_files(store.find_unused(set(used)))
+        assert not set(used) & set(store.find_missing(ref.feature_keys.values()))

@@ -1,0 +1,161 @@
+"""The commands usage, prune, pin and unpin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from draftworks.errors import DraftworksError
+from draftworks.retention.pins import list_pins, pin_result, unpin_result
+from draftworks.retention.place import Place
+from draftworks.retention.removable import Item, RemovalPlan, plan_removal
+from draftworks.retention.removal import Removal, remove_items
+from draftworks.retention.survey import Survey, survey
+from draftworks.storage.artifacts import ArtifactStore
+from draftworks.targets.registry import Registry
+
+CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
+RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SHOWN = 20
+FILE_WIDTH = 1000
+
+
+def usage(as_json: JsonOption = False, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
+    """Show how many bytes each kind of result takes, for each target, and what is pinned."""
+    try:
+        place = Place.of(Registry(registry))
+        found, pins = survey(place), list_pins(place.var)
+    except DraftworksError as error:
+        raise _fail(error) from None
+    if as_json:
+        sizes = [{"kind": each.kind, "owner": each.owner, "bytes": n} for each, n in sorted_sizes(found)]
+        typer.echo(json.dumps({"sizes": sizes, "pins": [str(pin.result) for pin in pins]}))
+        return
+    table = Table("owner", "kind", "bytes", title="usage", title_justify="left")
+    table.columns[-1].justify = "right"
+    for each, nbytes in sorted_sizes(found):
+        table.add_row(escape(each.owner or "all"), each.kind, format_bytes(nbytes))
+    table.add_section()
+    table.add_row("together", "", format_bytes(sum(found.sizes.values())))
+    console = _make_console()
+    console.print(table)
+    for pin in pins:
+        console.print(f"pinned: {pin.result}, by {pin.who}: {pin.why or 'no reason given'}", markup=False)
+
+
+def prune(
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only show what would go.")] = False,
+    as_json: JsonOption = False,
+    registry: RegistryOption = CHECKOUT_REGISTRY,
+) -> None:
+    """Remove what no current, best, pinned or promoted result was made from; shows it only, unless --yes is given."""
+    found = Registry(registry)
+    try:
+        place = Place.of(found)
+        looked = survey(place)
+        plan = plan_removal(looked.totals, looked.candidates, place.settings.budgets)
+        console = _make_console()
+        if not as_json:
+            console.print(build_kinds_table(plan))
+            _print_items(console, plan.items)
+        if not yes:
+            if as_json:
+                typer.echo(json.dumps({"would_remove": list(map(describe, plan.items)), "bytes": plan.nbytes}))
+            elif plan.items:
+                console.print(f"{format_bytes(plan.nbytes)} would go. Remove with: draftworks prune --yes")
+            return
+        done = remove_items(plan, lambda: Place.of(found))
+    except DraftworksError as error:
+        raise _fail(error) from None
+    if as_json:
+        removed = list(map(describe, done.removed))
+        typer.echo(json.dumps({"removed": removed, "left": done.left, "bytes": done.nbytes}))
+    else:
+        _print_removal(console, done)
+
+
+def pin(
+    target: str,
+    asset: Annotated[str, typer.Argument(help="Such as eagle3_draft.")],
+    digest: Annotated[str | None, typer.Option(help="Of the result, its folder's name; default: the newest.")] = None,
+    why: Annotated[str, typer.Option(help="Kept with the pin.")] = "",
+    registry: RegistryOption = CHECKOUT_REGISTRY,
+) -> None:
+    """Keep a result, and all that it was made from, until it is unpinned."""
+    try:
+        made = pin_result(ArtifactStore(Registry(registry).resolve_var_folder()), asset, target, digest, why)
+    except (DraftworksError, ValueError) as error:
+        raise _fail(error) from None
+    typer.echo(f"pinned {made.asset} {made.digest} of target {made.target}")
+
+
+def unpin(target: str, asset: str, digest: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
+    """Take a pin away."""
+    try:
+        unpin_result(Registry(registry).resolve_var_folder(), asset, target, digest)
+    except (DraftworksError, ValueError) as error:
+        raise _fail(error) from None
+    typer.echo(f"{asset} {digest} of target {target} is not pinned any more")
+
+
+def sorted_sizes(found: Survey) -> list[Any]:
+    """Return holdings and their bytes, the largest first, without empty ones."""
+    return sorted(((each, n) for each, n in found.sizes.items() if n), key=lambda one: (-one[1], one[0].owner))
+
+
+def build_kinds_table(plan: RemovalPlan) -> Table:
+    """Build a table with a row per kind: what there is, what may go, what goes."""
+    table = Table(
+        "kind", "there is", "nothing refers to", "goes", "then", "budget", title="prune", title_justify="left"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in plan.kinds:
+        budget = "" if each.budget is None else format_bytes(each.budget) + (" (over)" if each.is_over else "")
+        sizes = (each.total, each.removable, each.removed, each.total - each.removed)
+        table.add_row(each.kind, *map(format_bytes, sizes), budget)
+    return table
+
+
+def describe(item: Item) -> dict[str, Any]:
+    return {"kind": item.kind, "owner": item.owner, "name": item.name, "bytes": item.nbytes, "why": item.why}
+
+
+def format_bytes(nbytes: float) -> str:
+    """Format bytes in the largest unit that leaves at least 1: 1.5 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def _print_items(console: Console, items: Sequence[Item]) -> None:
+    for item in sorted(items, key=lambda one: -one.nbytes)[:SHOWN]:
+        owner = f" of {item.owner}" if item.owner else ""
+        console.print(f"{format_bytes(item.nbytes):>9}  {item.name}{owner}: {item.why}", markup=False, highlight=False)
+    if len(items) > SHOWN:
+        console.print(f"and {len(items) - SHOWN} more: --json lists all", highlight=False)
+
+
+def _print_removal(console: Console, done: Removal) -> None:
+    console.print(f"removed {len(done.removed)}: {format_bytes(done.nbytes)} are free")
+    for name, reason in done.left.items():
+        console.print(f"left {name}: {reason}", markup=False, highlight=False)
+
+
+def _fail(error: Exception) -> typer.Exit:
+    typer.echo(f"error: {error}", err=True)
+    return typer.Exit(1)
+
+
+def _make_console() -> Console:
+    return Console(width=None if Console().is_terminal else FILE_WIDTH)

@@ -1,0 +1,102 @@
+"""Pins: results that are kept until a person says otherwise."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from draftworks.errors import StoreError
+from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.atomic import publish_json
+from draftworks.storage.names import require_name
+from draftworks.storage.regular_files import read_json
+
+FOLDER = "pins"
+"""In `var`: `ASSET/TARGET/DIGEST.json` for each pin."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A result that is kept, with all that it was made from.
+
+    Attributes:
+        digest: of the result's identity: the name of its folder.
+        when: seconds since the epoch.
+    """
+
+    asset: str
+    target: str
+    digest: str
+    who: str
+    why: str
+    when: float
+
+    @property
+    def result(self) -> Path:
+        """Its folder below `var`."""
+        return Path(self.asset, self.target, self.digest)
+
+
+def pin_result(artifacts: ArtifactStore, asset: str, target: str, digest: str | None, why: str) -> Pin:
+    """Keep a result; without `digest` the newest one.
+
+    Raises:
+        StoreError: there is no such result.
+    """
+    known = {each.path.name for each in artifacts.list_all(asset, target)}
+    digest = artifacts.load_current(asset, target).path.name if digest is None else digest
+    if digest not in known:
+        raise StoreError(
+            f"{asset} of target {target}: no result {digest}; there are: {', '.join(sorted(known)) or 'none'}"
+        )
+    pin = Pin(asset, target, digest, _name_user(), why, time.time())
+    path = _locate(artifacts.root, pin.asset, pin.target, pin.digest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish_json(path, {"schema": 1, **asdict(pin)})
+    return pin
+
+
+def unpin_result(var: Path, asset: str, target: str, digest: str) -> None:
+    """Remove a pin. Raises StoreError if there is none."""
+    try:
+        _locate(var, asset, target, digest).unlink()
+    except FileNotFoundError:
+        raise StoreError(f"{asset} {digest} of target {target} is not pinned") from None
+
+
+def list_pins(var: Path) -> list[Pin]:
+    """Return all pins.
+
+    Raises:
+        StoreError: a pin cannot be read. What it keeps is not known, so nothing can be removed safely.
+    """
+    return [_read(path) for path in sorted((var / FOLDER).glob("*/*/*.json")) if not path.name.startswith(".")]
+
+
+def _read(path: Path) -> Pin:
+    try:
+        values = read_json(path)
+        if values.pop("schema") != 1:
+            raise ValueError("expected schema 1")
+        pin = Pin(**values)
+        if _locate(Path(), pin.asset, pin.target, pin.digest).parts != path.parts[-4:]:
+            raise ValueError("it names another result than its path does")
+        return pin
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"{path}: not a pin ({error}). Remove the file, or pin the result again") from error
+
+
+def _locate(var: Path, asset: str, target: str, digest: str) -> Path:
+    return var / FOLDER / require_name(asset) / require_name(target) / f"{require_name(digest)}.json"
+
+
+def _name_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return "unknown"

@@ -1,0 +1,180 @@
+"""Every result in `var`, read from its record alone: what it is called, what it was made from, its bytes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.storage.artifacts import LOCK, POINTER, RECORD, UNPUBLISHED
+from draftworks.storage.regular_files import read_json
+
+NO_RESULTS = frozenset(
+    {
+        *("answers", "eval_cache", "feature_cache", "feature_store", "leaderboard", "loop_cache", "object_store_notes"),
+        *("pins", "retention", "runs", "site", "storage", "streams", "target_checks", "weight_checks", "workers"),
+    }
+)
+"""Folders in `var` that hold no results."""
+_KINDS = {"_draft": "drafts", "_report": "reports", "_serving": "reports", "_export": "exports"}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoredResult:
+    """One published result.
+
+    Attributes:
+        names: digests by which identities of other results of the same target refer to it: that of its inputs, that of its
+            content, those of its streams.
+        mentions: every text in its identity; those that are names of another result refer to it.
+        made_from: digests of training tokens and target; a draft refers to features that have both of its own.
+        weights: digest of the target's weights; None if the identity has none.
+        created: seconds since the epoch.
+        seconds: how long it took to make.
+        bytes_per_s: rate of a capture; None for other results, and where nothing had to be captured.
+        is_current: whether it is the newest of its asset and target.
+    """
+
+    asset: str
+    target: str
+    path: Path
+    names: frozenset[str]
+    mentions: frozenset[str]
+    made_from: tuple[Any, Any]
+    weights: str | None
+    created: float
+    seconds: float
+    bytes_per_s: float | None
+    is_current: bool
+
+    @property
+    def digest(self) -> str:
+        return self.path.name
+
+    @property
+    def kind(self) -> str:
+        """drafts, reports, exports, or data for all that is made before them."""
+        return next((kind for suffix, kind in _KINDS.items() if self.asset.endswith(suffix)), "data")
+
+
+def list_asset_folders(var: Path, target: str | None = None) -> Iterator[Path]:
+    """Yield the folders `var/ASSET/TARGET`, of one target or of all."""
+    for asset in _list_folders(var):
+        if asset.name not in NO_RESULTS:
+            folder = Path(asset.path)
+            if target is None:
+                yield from (Path(each.path) for each in _list_folders(asset.path))
+            elif (folder / target).is_dir():
+                yield folder / target
+
+
+def read_results(folder: Path) -> Iterator[StoredResult]:
+    """Yield the results in a folder `var/ASSET/TARGET`; those whose record cannot be read are logged and left out."""
+    current = _read_pointer(folder)
+    for entry in _list_folders(folder):
+        name = entry.name
+        if name == LOCK or name.endswith(UNPUBLISHED):
+            continue
+        path = Path(entry.path)
+        try:
+            yield _read_result(path, folder.parent.name, folder.name, name == current)
+        except FileNotFoundError:
+            continue  # no result, or one that another process is removing
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("%s: its record cannot be read, so it is left alone (%s)", path, error)
+
+
+@dataclass(frozen=True)
+class FolderSize:
+    """Bytes of all files below a folder, and when the newest file or folder was written to (seconds since the epoch)."""
+
+    nbytes: int
+    newest: float
+
+
+def measure_folder(path: Path) -> FolderSize:
+    """Return the size of a file, or of a folder without what links lead to."""
+    total, newest, folders = 0, 0.0, [os.fspath(path)]
+    while folders:
+        folder = folders.pop()
+        with suppress(FileNotFoundError):  # another process removes it
+            found = os.stat(folder, follow_symlinks=False)
+            newest = max(newest, found.st_mtime)
+            if not stat.S_ISDIR(found.st_mode):
+                total += found.st_size
+                continue
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        found = entry.stat(follow_symlinks=False)
+                        total, newest = total + found.st_size, max(newest, found.st_mtime)
+    return FolderSize(total, newest)
+
+
+def _read_result(path: Path, asset: str, target: str, is_current: bool) -> StoredResult:
+    record = read_json(path / RECORD)
+    identity, summary = record["identity"], record["summary"]
+    names = {
+        path.name,
+        record["data_version"],
+        summary.get("data_version"),
+        *summary.get("stream_versions", {}).values(),
+    }
+    weights = identity.get("target")
+    return StoredResult(
+        asset=asset,
+        target=target,
+        path=path,
+        names=frozenset(name for name in names if isinstance(name, str)),
+        mentions=frozenset(_list_texts(identity)),
+        made_from=(identity.get("tokens"), json.dumps(weights)),
+        weights=weights if isinstance(weights, str) else None,
+        created=float(record["created"]),
+        seconds=float(record["seconds"]),
+        bytes_per_s=_compute_rate(summary),
+        is_current=is_current,
+    )
+
+
+def _compute_rate(summary: dict[str, Any]) -> float | None:
+    captured, seconds = summary.get("captured_bytes"), summary.get("seconds")
+    return captured / seconds if captured and seconds else None
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _list_texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _list_texts(each)
+
+
+def _read_pointer(folder: Path) -> str | None:
+    try:
+        return read_json(folder / POINTER)["digest"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s: not a pointer to a result (%s)", folder / POINTER, error)
+        return None
+
+
+def _list_folders(path: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted((each for each in entries if each.is_dir(follow_symlinks=False)), key=lambda each: each.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -1,0 +1,249 @@
+"""What is in `var` and in the feature stores, what of it is in use, and what may go."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftworks.features.manifest import MANIFEST
+from draftworks.retention.feature_use import UnusedFeatures, find_unused_features
+from draftworks.retention.pins import list_pins
+from draftworks.retention.place import Place
+from draftworks.retention.references import UsedResults, find_best, find_used
+from draftworks.retention.removable import Item
+from draftworks.retention.scores import read_score
+from draftworks.retention.stored_results import StoredResult, list_asset_folders, measure_folder, read_results
+from draftworks.storage.artifacts import UNPUBLISHED
+from draftworks.storage.asset_names import TRAINING_FEATURES
+from draftworks.storage.regular_files import read_json
+
+if TYPE_CHECKING:
+    from draftworks.features.contracts import StoredFile
+
+NOT_USED = "nothing in use was made from it"
+CHUNK_BYTES = 256 << 20
+"""Features are removed in groups of about this size, the oldest first."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes of one kind and owner: a target, the digest of weights that targets share, or empty for runs."""
+
+    kind: str
+    owner: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that takes room.
+
+    Attributes:
+        candidates: what may go.
+    """
+
+    sizes: Mapping[Holding, int]
+    candidates: tuple[Item, ...]
+    used: UsedResults
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes by kind."""
+        totals: Counter[str] = Counter()
+        for holding, nbytes in self.sizes.items():
+            totals[holding.kind] += nbytes
+        return dict(totals)
+
+
+def survey(place: Place) -> Survey:
+    """Look at everything.
+
+    Raises:
+        StoreError: what is in use cannot be told: a pin, a feature set in use, or a store cannot be read.
+    """
+    results = _Results.read(place)
+    sizes: Counter[Holding] = Counter()
+    candidates: list[Item] = []
+    for found in (
+        *_look_at_results(place, results),
+        *_look_at_features(place, results),
+        *_look_at_shared(place, results),
+        *_look_at_runs(place),
+        *_look_at_unfinished(place),
+    ):
+        sizes[Holding(found.item.kind, found.item.owner)] += found.item.nbytes
+        if found.may_go:
+            candidates.append(found.item)
+    return Survey(dict(sizes), tuple(candidates), results.used)
+
+
+@dataclass(frozen=True)
+class _Found:
+    item: Item
+    may_go: bool
+
+
+@dataclass(frozen=True)
+class _Results:
+    """All results.
+
+    Attributes:
+        mentioned: texts in the identities of those in use.
+        targets_of: targets by the digest of the weights of any of their results.
+    """
+
+    everything: tuple[StoredResult, ...]
+    used: UsedResults
+    mentioned: frozenset[str]
+    targets_of: Mapping[str, frozenset[str]]
+
+    @classmethod
+    def read(cls, place: Place) -> _Results:
+        found = tuple(each for folder in list_asset_folders(place.var) for each in read_results(folder))
+        used = find_used(found, _find_roots(place, found))
+        targets_of: defaultdict[str, set[str]] = defaultdict(set)
+        for each in found:
+            if each.weights is not None:
+                targets_of[each.weights].add(each.target)
+        mentioned = frozenset(text for each in found if each in used for text in each.mentions)
+        return cls(found, used, mentioned, {weights: frozenset(names) for weights, names in targets_of.items()})
+
+    def list_used_sets(self, var: Path) -> list[Path]:
+        """Return the folders of the feature sets in use, those of eval features too."""
+        sets = [each.path for each in self.everything if each.asset == TRAINING_FEATURES and each in self.used]
+        return sets + [path for path in _list_folders(var / "eval_cache") if path.name in self.mentioned]
+
+    def estimate_seconds(self, weights: str, nbytes: int) -> float:
+        """Return how long a capture of so many bytes took with these weights; infinite if nobody knows."""
+        rates = [each.bytes_per_s for each in self.everything if each.weights == weights and each.bytes_per_s]
+        return nbytes / max(rates) if rates else math.inf
+
+
+def _find_roots(place: Place, results: Iterable[StoredResult]) -> dict[Path, str]:
+    here = [each for each in results if each.target in place.targets]
+    roots = find_best([each for each in here if each.asset.endswith("_report")], read_score)
+    roots.update((each.path, "current") for each in here if each.is_current)
+    roots.update((place.var / pin.result, "pinned") for pin in list_pins(place.var))
+    roots.update(dict.fromkeys(place.in_service, "in service"))
+    return roots
+
+
+def _look_at_results(place: Place, results: _Results) -> Iterator[_Found]:
+    for each in results.everything:
+        size = measure_folder(each.path)
+        item = Item(
+            kind=each.kind,
+            owner=each.target,
+            name=f"{each.asset} {each.digest}",
+            path=each.path,
+            nbytes=size.nbytes,
+            seconds=each.seconds,
+            newest=max(each.created, size.newest),
+            why=NOT_USED if each.target in place.targets else "its target is not in the registry",
+            targets=frozenset({each.target}),
+        )
+        yield _Found(item, each not in results.used and place.is_old(item.newest))
+
+
+def _look_at_features(place: Place, results: _Results) -> Iterator[_Found]:
+    for found in find_unused_features(place.stores, results.list_used_sets(place.var)):
+        old = sorted((file for file in found.files if place.is_old(file.written)), key=lambda file: file.written)
+        left = found.total
+        for number, files in enumerate(_group(old), start=1):
+            nbytes = sum(file.nbytes for file in files)
+            left -= nbytes
+            item = Item(
+                kind="features",
+                owner=found.weights,
+                name=f"features {found.weights} part {number}",
+                path=found.store.root,
+                nbytes=nbytes,
+                seconds=results.estimate_seconds(found.weights, nbytes),
+                newest=files[-1].written,
+                why="no set of features in use names them",
+                targets=results.targets_of.get(found.weights, frozenset()),
+                features=UnusedFeatures(found.store, tuple(files), found.total),
+            )
+            yield _Found(item, may_go=True)
+        kept = Item("features", found.weights, "features", found.store.root, max(left, 0), math.inf, place.now)
+        yield _Found(kept, may_go=False)
+
+
+def _look_at_shared(place: Place, results: _Results) -> Iterator[_Found]:
+    """Yield eval features and answers, which targets of the same weights share."""
+    entries = [("eval_features", path, _read_weights(path)) for path in _list_folders(place.var / "eval_cache")]
+    entries += [("answers", path, path.name) for path in _list_folders(place.var / "answers")]
+    for kind, path, weights in entries:
+        size = measure_folder(path)
+        item = Item(
+            kind=kind,
+            owner=weights,
+            name=f"{kind} {path.name}",
+            path=path,
+            nbytes=size.nbytes,
+            seconds=math.inf,
+            newest=size.newest,
+            why=NOT_USED,
+            targets=results.targets_of.get(weights, frozenset()),
+        )
+        yield _Found(item, path.name not in results.mentioned and place.is_old(size.newest))
+
+
+def _look_at_runs(place: Place) -> Iterator[_Found]:
+    days = place.settings.runs_days
+    for path in _list_folders(place.var / "runs"):
+        size = measure_folder(path)
+        why = f"no file of this run was written to for {days:g} days"
+        item = Item("runs", "", f"run {path.name}", path, size.nbytes, 0.0, size.newest, why)
+        yield _Found(item, place.is_old(size.newest, days))
+
+
+def _look_at_unfinished(place: Place) -> Iterator[_Found]:
+    """Yield what interrupted work has left: results that were being made, and streams."""
+    made = [path for folder in list_asset_folders(place.var) for path in _list_folders(folder)]
+    streams = [path for folder in _list_folders(place.var / "streams") for path in _list_folders(folder)]
+    for path in [*(path for path in made if path.name.endswith(UNPUBLISHED)), *streams]:
+        size, target = measure_folder(path), path.parent.name
+        item = Item(
+            kind="unfinished",
+            owner=target,
+            name=f"{path.parent.parent.name} {path.name}",
+            path=path,
+            nbytes=size.nbytes,
+            seconds=math.inf,
+            newest=size.newest,
+            why="it was interrupted, and nothing has gone on with it",
+            targets=frozenset({target}),
+        )
+        yield _Found(item, place.is_old(size.newest))
+
+
+def _group(files: Iterable[StoredFile]) -> Iterator[list[StoredFile]]:
+    """Yield files in order, in groups of at least `CHUNK_BYTES`, the last one smaller."""
+    group: list[StoredFile] = []
+    nbytes = 0
+    for file in files:
+        group.append(file)
+        nbytes += file.nbytes
+        if nbytes >= CHUNK_BYTES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _read_weights(entry: Path) -> str:
+    try:
+        return str(read_json(entry / MANIFEST)["identity"]["target"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _list_folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
