@@ -50,6 +50,7 @@ class ScheduledJob:
         status: what the last look at it said.
         reason: the scheduler's own words then.
         unseen_since: since when the scheduler cannot be asked; None if it can.
+        unsubmitted_since: since when it does not take the job again; None if it did.
     """
 
     id: str
@@ -65,6 +66,7 @@ class ScheduledJob:
     was_cancelled: bool = False
     looked_at: float = field(default=float("-inf"), repr=False)
     unseen_since: float | None = None
+    unsubmitted_since: float | None = None
     reminded_at: float = field(default=float("-inf"), repr=False)
 
 
@@ -225,25 +227,39 @@ class SchedulerLauncher(TorchLauncher):
     def _submit_again(self, handle: ScheduledJob, reason: str) -> JobStatus:
         """Submit a job again that did not end by itself, unless that has been in vain too often.
 
-        Of several processes that wait for it, the one that claimed it last does that, and the others follow.
+        Of several processes that wait for it, the one that claimed it last does that, and the others follow. A scheduler
+        that does not answer is asked again at the next polls, for some minutes.
         """
         claim = JobClaim.read(handle.identity.claim)
         if claim is None or claim.name != handle.identity.name:
             return JobStatus(JobState.FAILED, None, f"{reason}; its claim is gone")
-        if claim.owner != handle.owner and (claim.job_id != handle.id or not _may_take_over(claim)):
+        is_elsewhere = claim.job_id not in (None, handle.id)
+        if claim.owner != handle.owner and (is_elsewhere or not _may_take_over(claim)):
             handle.id, handle.files = claim.job_id or handle.id, claim.files if claim.job_id else handle.files
             return JobStatus(JobState.PENDING)
         progress = _list_progress(handle.identity)
-        handle.fruitless = 1 if progress != handle.progress else handle.fruitless + 1
-        handle.progress = progress
-        if handle.fruitless > MAX_FRUITLESS:
+        fruitless = 1 if progress != handle.progress else handle.fruitless + 1
+        if fruitless > MAX_FRUITLESS:
             words = f"ended {MAX_FRUITLESS} times without a new checkpoint between: {reason}"
             return JobStatus(JobState.FAILED, None, words)
-        files = handle.files.next_submission()
+        is_begun = claim.job_id is None  # by a try that had no answer, or whose process died
+        files = claim.files if is_begun else handle.files.next_submission()
         again = replace(claim, files=files, job_id=None, owner=handle.owner, written=time.time())
         again.publish(handle.identity.claim)
-        before, handle.id = handle.id, self._create(handle.job, handle.identity, handle.env, files, again=True)
-        again.of_job(handle.id).publish(handle.identity.claim)
+        try:
+            created = self.scheduler.find(handle.identity.name) if is_begun else None
+            new_id = handle.id if created is None else created.id
+            if new_id == handle.id:
+                new_id = self._create(handle.job, handle.identity, handle.env, files, again=True)
+        except LauncherError as error:
+            handle.unsubmitted_since = handle.unsubmitted_since or time.monotonic()
+            if time.monotonic() - handle.unsubmitted_since > _UNSEEN_OWNER_S:
+                raise
+            self._note_silence(handle, error)
+            return JobStatus(JobState.PENDING, None, reason)
+        again.of_job(new_id).publish(handle.identity.claim)
+        before, handle.id = handle.id, new_id
+        handle.fruitless, handle.progress, handle.unsubmitted_since = fruitless, progress, None
         handle.files, handle.reason = files, ""
         dg.get_dagster_logger().warning(
             f"job {before} has ended early ({reason}): it is submitted again as {handle.id}"

@@ -18,6 +18,7 @@ from dagster._core.test_utils import create_run_for_test
 from dagster_pipes import encode_param
 from launcher_contract import PATIENCE_S, TOYS, make_job, play, wait_until, wait_until_up
 from launcher_harnesses import ToyHarness
+from toy_scheduler import ToyScheduler
 
 from draftworks.errors import ConfigError, LauncherError
 from resources.dead_runs import JOB_TAG, TAG, DeadRuns, release_dead_runs
@@ -118,6 +119,31 @@ def test_a_job_that_only_gets_lost_fails_after_three_times_in_the_words_of_the_s
     (failure,) = played.failures
     assert harness.count_submitted() == 3
     assert "ended 3 times without a new checkpoint between: Preempted" in failure.metadata["scheduler_says"].value
+    assert not harness.claim.exists()
+
+
+@pytest.mark.parametrize("is_created", [False, True], ids=["not-sent", "answer-lost"])
+def test_a_scheduler_that_is_away_when_a_job_is_submitted_again_is_waited_for(
+    harness: ToyHarness, is_created: bool, monkeypatch: pytest.MonkeyPatch
+):
+    create, calls = ToyScheduler.create, list[str]()
+
+    def lose(scheduler: ToyScheduler, request: JobRequest) -> str:
+        calls.append(request.name)
+        if len(calls) != 2:
+            return create(scheduler, request)
+        if is_created:
+            create(scheduler, request)
+        raise LauncherError("toy: no answer")
+
+    def preempt() -> None:
+        wait_until_up(harness)
+        harness.preempt()
+        wait_until_up(harness)
+
+    monkeypatch.setattr(ToyScheduler, "create", lose)
+    (job,) = play(harness, "steps", preempt).jobs
+    assert job.metadata["submissions"] == harness.count_submitted() == 2
     assert not harness.claim.exists()
 
 
