@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from capture_toys import OneLayerOff
+import torch
+from capture_toys import OneLayerOff, WatchedEngine
 from forked_ranks import ForkedRanks
 
 from draftworks.capture.engine import load_engine
@@ -35,12 +36,26 @@ def capture_run(tmp_path: Path, target: TargetFiles) -> CaptureRun:
 
 def test_an_engine_that_is_not_the_target_stores_nothing(tmp_path: Path, tiny_target: TargetFiles, monkeypatch):
     run = capture_run(tmp_path, tiny_target)
-    monkeypatch.setattr(
-        "draftworks.programs.capture.load_engine", lambda *arguments: OneLayerOff(load_engine(*arguments))
-    )
+    made: list[OneLayerOff] = []
+
+    def load(*arguments) -> OneLayerOff:
+        made.append(OneLayerOff(load_engine(*arguments)))
+        return made[-1]
+
+    monkeypatch.setattr("draftworks.programs.capture.load_engine", load)
     with pytest.raises(UnsoundEngineError, match="stream hf2 differs by .*; it is hf3"):
         capture(run, ProgramContext())
     assert open_store(run.store).health()["tensors"] == 0
+    assert [engine.shared_after for engine in made] == [None]
+
+
+def test_an_engine_is_shared_with_other_ranks_once_it_was_compared(tmp_path: Path, tiny_target, monkeypatch):
+    run = capture_run(tmp_path, tiny_target)
+    watched = WatchedEngine(load_engine(tiny_target, run.capture, torch.device("cpu")))
+    monkeypatch.setattr("draftworks.programs.capture.load_engine", lambda *arguments: watched)
+    capture(run, ProgramContext())
+    assert watched.shared_after is not None
+    assert 0 < watched.shared_after < len(watched.rows)
 
 
 def test_two_ranks_capture_one_set(tmp_path: Path, tiny_target: TargetFiles):

@@ -55,6 +55,11 @@ class WatchedEngine(TargetEngine):
         self.rows: list[tuple[int, ...]] = []
         self.taps: set[str] = set()
         self.damage = None
+        self.shared_after: int | None = None
+
+    def share_with_job(self) -> None:
+        """Note how many rows it had captured before it was shared."""
+        self.shared_after = len(self.rows)
 
     def __call__(self) -> WatchedEngine:
         self.loads += 1

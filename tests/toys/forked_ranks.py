@@ -71,16 +71,19 @@ class ForkedRanks:
         folder: Path,
         log: Path,
         env: Mapping[str, str] | None = None,
+        nodes: bool = False,
     ) -> ForkedRanks:
         """Start `count` ranks of a module, or of a script, with the environment that torchrun gives them.
 
-        `folder` holds their error files, `log` the output of all, `env` is added to the environment of this process.
+        `folder` holds their error files, `log` the output of all, `env` is added to the environment of this process. With
+        `nodes` each rank is told that it is alone on its node.
         """
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         common, server, codes = {**os.environ, **ONE_NODE_ENV, **(env or {})}, shared_server(), {}
         for rank in range(count):
             own = _environment_of_rank(rank, count, port, folder / "forked" / str(rank))
+            own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if nodes else {}
             codes[server.start(program, args, {**common, **own}, log)] = None
         return cls(codes)
 
