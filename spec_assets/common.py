@@ -351,7 +351,7 @@ def _make_job(
         args=(str(path),),
         nodes=1 if place.kind == LOCAL and place.least_nodes == 1 else place.nodes,
         procs_per_node=processes,
-        gpus_per_node=0 if device == "cpu" else processes,
+        gpus_per_node=0 if device == "cpu" else processes * run.gpus_per_process,
         env={"HF_HUB_DISABLE_PROGRESS_BARS": "1", **extra},
         python=python,
         longest_wait_s=run.longest_wait_s,

@@ -121,6 +121,13 @@ class CaptureSpec(Spec):
         return _SAME_ENGINE.get(self.backend, self.backend)
 
     @property
+    def gpus_per_process(self) -> int:
+        """GPUs that one process uses, on a machine that has any: its own, or those of the SGLang that it starts."""
+        if self.backend not in ("sglang", "sglang_server") or self.server.external:
+            return 1
+        return self.server.gpus * self.server.replicas
+
+    @property
     def inside_sglang(self) -> bool:
         """Whether the program that loads the engine must run in SGLang's Python environment."""
         return self.backend == "sglang"

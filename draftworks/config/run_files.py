@@ -106,6 +106,15 @@ class RunFile(Spec):
         waits += [] if stream is None else [stream.settings.timeout_s]
         return max(waits if endpoint is None else [*waits, endpoint.timeout_s])
 
+    @property
+    def gpus_per_process(self) -> int:
+        """GPUs that each process of the program uses, on a machine that has any; more than one for SGLang that it starts."""
+        capture, serving = getattr(self, "capture", None), getattr(self, "serving", None)
+        if serving is not None:
+            return serving.server.gpus
+        answers_come_from_elsewhere = getattr(getattr(self, "responses", None), "endpoint", None) is not None
+        return 1 if capture is None or answers_come_from_elsewhere else capture.gpus_per_process
+
     def save(self, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))

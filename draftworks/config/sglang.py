@@ -75,6 +75,11 @@ class StartedServer(Spec):
             )
         return value
 
+    @property
+    def gpus(self) -> int:
+        """GPUs that one started server uses."""
+        return self.tp_size * self.dp_size
+
 
 class ServerSpec(StartedServer):
     """The SGLang servers of a target for `backend: sglang_server`: one or several, started by Draftworks or external."""

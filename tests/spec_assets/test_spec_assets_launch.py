@@ -14,7 +14,7 @@ import pytest
 
 from draftworks.config.launchers import LocalLauncherSpec
 from draftworks.config.registry_files import CaptureSpec
-from draftworks.config.run_files import RunFile
+from draftworks.config.run_files import CaptureRun, RunFile, TargetFiles
 from draftworks.errors import ConfigError
 from resources.job_identity import identify_job
 from resources.torch_job import TorchJob
@@ -102,3 +102,29 @@ def test_a_job_beside_another_has_its_claim_beside_its_own_output(tmp_path):
     assert beside.claim == tmp_path / "worker1.job.json"
     assert alone.name != beside.name
     assert (alone.made, beside.made) == ("t/a", "t/a/worker1")
+
+
+@pytest.mark.parametrize(
+    ("capture", "device", "gpus"),
+    [
+        ({}, "auto", 2),
+        ({"backend": "sglang", "server": {"tp_size": 4}}, "cuda", 8),
+        ({"backend": "sglang_server", "server": {"tp_size": 2, "dp_size": 2, "replicas": 2}}, "auto", 16),
+        ({"backend": "sglang_server", "server": {"tp_size": 2}}, "cpu", 0),
+        ({"backend": "sglang_server", "server": {"url": "http://a:1", "spool": "/s", "tp_size": 2}}, "auto", 2),
+        ({"server": {"tp_size": 2}}, "auto", 2),
+    ],
+    ids=["one each", "tensor parallel", "several servers", "no GPU", "a server of yours", "not used"],
+)
+def test_a_job_asks_for_the_gpus_of_the_servers_that_it_starts(workspace, tmp_path, capture, device, gpus):
+    target = TargetFiles(
+        name="t", model="m", tokenizer="m", digest="0" * 16, tokenizer_digest="1" * 16, num_layers=2, hidden_size=8,
+        vocab_size=16, context=32,
+    )  # fmt: skip
+    run = CaptureRun(
+        out=tmp_path / "out", target=target, tokens=tmp_path, taps=[1], store=tmp_path, capture=CaptureSpec(**capture)
+    )
+    jobs: list[TorchJob] = []
+    launcher = SimpleNamespace(run=lambda context, job, run_dir, companions: jobs.append(job))
+    launch(CONTEXT, launcher, workspace, "capture", run, 2, device, None)
+    assert jobs[0].gpus_per_node == gpus
