@@ -121,9 +121,14 @@ class CaptureSpec(Spec):
         return _SAME_ENGINE.get(self.backend, self.backend)
 
     @property
+    def starts_servers(self) -> bool:
+        """Whether each process starts SGLang servers of its own, which other processes can reach."""
+        return self.backend == "sglang_server" and not self.server.external
+
+    @property
     def gpus_per_process(self) -> int:
         """GPUs that one process uses, on a machine that has any: its own, or those of the SGLang that it starts."""
-        if self.backend not in ("sglang", "sglang_server") or self.server.external:
+        if self.backend != "sglang" and not self.starts_servers:
             return 1
         return self.server.gpus * self.server.replicas
 

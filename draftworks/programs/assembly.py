@@ -182,7 +182,7 @@ def open_job_servers(capture: CaptureSpec, out: Path, ctx: ProgramContext) -> It
     """
     if ctx.is_main:
         remove_servers_folders(out)
-    if ctx.world_size == get_local_world_size() or capture.backend != "sglang_server" or capture.server.external:
+    if ctx.world_size == get_local_world_size() or not capture.starts_servers:
         yield None
         return
     head = os.environ["MASTER_ADDR"]
