@@ -76,14 +76,16 @@ class RunningCompanions:
 
     @property
     def logs(self) -> dict[str, dg.PathMetadataValue]:
-        return {f"log_{each.companion.folder.name}": dg.MetadataValue.path(each.files.log) for each in self._running}
+        return {f"log_{each.companion.folder.name}": dg.MetadataValue.path(_locate_log(each)) for each in self._running}
 
     def watch(self) -> None:
         """Start again what was killed, and raise the failure of the first companion for which that is no remedy."""
         self.raise_failure()
         for index, each in enumerate(self._running):
             if self._has_ended(each):
-                self._warn(f"{each.companion.folder.name} has died, and is started again. Its log was {each.files.log}")
+                self._warn(
+                    f"{each.companion.folder.name} has died, and is started again. Its log was {_locate_log(each)}"
+                )
                 self._running[index] = replace(self._submit(each.companion), restarted=each.restarted + 1)
 
     def raise_failure(self) -> None:
@@ -122,3 +124,8 @@ class RunningCompanions:
         """Whether a companion has ended before its time."""
         state = self._look(each).state
         return state.is_final if each.companion.serves else state in (JobState.FAILED, JobState.CANCELLED)
+
+
+def _locate_log(each: RunningCompanion) -> Path:
+    """Return a companion's log; of several copies, which have one each, the folder."""
+    return each.files.log if each.companion.job.copies == 1 else each.files.path

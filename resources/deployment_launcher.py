@@ -76,11 +76,18 @@ class DeploymentLauncher(TorchLauncher):
     def ask_for_stacks(self, handle: PlacedJob, ranks: Sequence[HeartbeatRecord]) -> list[str]:
         return handle.launcher.ask_for_stacks(handle.handle, ranks)
 
+    def has_arrays(self, spec: LauncherSpec) -> bool:
+        return self._obtain(spec).has_arrays(spec)
+
     def _choose(self, job: TorchJob) -> TorchLauncher:
         spec = job.launcher
         if spec is None:
             common = {key: value for key, value in json.loads(self.settings).items() if key in COMMON_KEYS}
             spec = parse_launcher({**common, "nodes": 1, "min_nodes": None}, "launcher")
+        return self._obtain(spec)
+
+    def _obtain(self, spec: LauncherSpec) -> TorchLauncher:
+        """Return the launcher of these settings; it is made once."""
         key = f"{spec.kind} {spec.model_dump_json(exclude={'programs'})}"
         if key not in self._launchers:
             self._launchers[key] = make_launcher(spec)

@@ -15,7 +15,7 @@ from resources.torch_job import JobIdentity
 _MOST_BYTES = 16 << 20
 
 
-def identify_job(asset: str, partition: str, run: RunFile, path: Path, role: str = "") -> JobIdentity:
+def identify_job(asset: str, partition: str, run: RunFile, path: Path, role: str = "", copies: int = 1) -> JobIdentity:
     """Return the identity of the job that a run file describes.
 
     Its claim lies in the folder of the result that it builds, which has to have the same name whenever the job is started.
@@ -28,7 +28,7 @@ def identify_job(asset: str, partition: str, run: RunFile, path: Path, role: str
     result = run.out.name.removesuffix(PARTIAL)
     text = read_bytes(path, _MOST_BYTES).decode()
     return JobIdentity(
-        name=f"{NAME_PREFIX}{digest([asset, partition, result, role, text])}",
+        name=f"{NAME_PREFIX}{digest([asset, partition, result, role, text, *([] if copies == 1 else [copies])])}",
         claim=run.out.parent / f"{role}.{CLAIM}" if role else run.out / CLAIM,
         made=f"{partition}/{asset}/{role}" if role else f"{partition}/{asset}",
         progress=_list_progress_folders(run),

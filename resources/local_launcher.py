@@ -50,7 +50,9 @@ class LocalLauncher(TorchLauncher):
     )
 
     def submit(self, job: TorchJob, env: Mapping[str, str], run_dir: RunDir) -> LocalJob:
-        """Start torchrun in a session of its own. Raises ConfigError for a job of several nodes."""
+        """Start torchrun in a session of its own. Raises ConfigError for a job of several nodes or copies."""
+        if job.copies > 1:
+            raise ConfigError(f"job {job.module} asks for {job.copies} copies, but the local launcher has no arrays")
         if job.nodes > 1:
             raise ConfigError(
                 f"job {job.module} asks for {job.nodes} nodes, but the local launcher has this machine only."

@@ -19,11 +19,11 @@ class JobRequest:
 
     Attributes:
         name: "dw-" and at most 40 hex digits; the same for every attempt of the same job.
-        job: what to run; `job.nodes` is the number of nodes to ask for.
+        job: what to run; `job.nodes` is the number of nodes to ask for, `job.copies` of how many like jobs.
         env: the whole of what is added to the environment of torchrun. Its values are for this job only, and some are
             secret: they belong into no command line and no world-readable file.
         files: of this attempt, on the shared file system. The output of all ranks is appended to `files.log` (attempts of
-            one job share it), `files.ranks` is torchrun's `--log-dir`.
+            one job share it), `files.ranks` is torchrun's `--log-dir`; those of `files.of_copy(number)` for a copy.
         claim: path that the scheduler keeps with the job (a comment, an annotation) and gives back in `SeenJob`.
         min_nodes: fewest nodes to start with if `job.nodes` are not there, set after a node was lost; None: `job.nodes`, no
             fewer.
@@ -38,8 +38,22 @@ class JobRequest:
 
 
 @dataclass(frozen=True)
+class DeadCopy:
+    """A copy that ended otherwise than by success, while others may go on.
+
+    Attributes:
+        life: what tells this death from a later one of the same copy, such as how often it was started before.
+        lost: see `SeenJob`.
+    """
+
+    number: int
+    life: str
+    lost: bool = False
+
+
+@dataclass(frozen=True)
 class SeenJob:
-    """What the scheduler says of a job.
+    """What the scheduler says of a job. One of several copies has ended when all of them have.
 
     Attributes:
         reason: the scheduler's own words: why it waits in the queue, was refused, cannot pull its image, was pre-empted,
@@ -47,6 +61,7 @@ class SeenJob:
         lost: the scheduler ended it and not the program, such as by pre-emption, at the time limit, or with a node. It may
             be submitted again. Where it cannot be told, False.
         claim: the path of the request; None if the scheduler has lost it.
+        dead: the copies that have died, of a job with several.
     """
 
     id: str
@@ -55,6 +70,7 @@ class SeenJob:
     reason: str = ""
     lost: bool = False
     claim: Path | None = None
+    dead: tuple[DeadCopy, ...] = ()
 
 
 class Scheduler(ABC):
@@ -62,6 +78,9 @@ class Scheduler(ABC):
 
     engine: str
     """Name for the metadata of a run: slurm, kubernetes, ray."""
+
+    has_arrays: bool = False
+    """Whether a request may ask for several copies of its job, which become one job of the scheduler."""
 
     @abstractmethod
     def create(self, request: JobRequest) -> str:
@@ -95,6 +114,14 @@ class Scheduler(ABC):
 
         Does nothing for a job that has ended or is unknown.
         """
+
+    def restart(self, id: str, copy: int) -> None:
+        """Start a dead copy of a job again, under the same id. A scheduler that does so by itself does nothing.
+
+        Raises:
+            LauncherError: the scheduler refuses that, or cannot be reached.
+        """
+        raise NotImplementedError(f"{self.engine} has no arrays")
 
     @abstractmethod
     def list(self) -> list[SeenJob]:

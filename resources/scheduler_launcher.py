@@ -15,7 +15,7 @@ from uuid import uuid4
 import dagster as dg
 from pydantic import Field
 
-from draftworks.config.launcher_base import SchedulerLauncherSpec
+from draftworks.config.launcher_base import LauncherSpec, SchedulerLauncherSpec
 from draftworks.config.launchers import parse_launcher
 from draftworks.errors import LauncherError
 from draftworks.storage.shared_folder import write_folder_token
@@ -23,6 +23,7 @@ from resources.bookmark import Bookmark
 from resources.dead_runs import JOB_TAG, has_run_process_ended
 from resources.job_adoption import Adoption
 from resources.job_claims import CLAIM, JobClaim
+from resources.job_copies import CopyWatch
 from resources.job_failure import has_failure_message, is_interrupted, is_user_error
 from resources.job_messages import JobMessages, has_report
 from resources.launchers import make_scheduler
@@ -51,6 +52,7 @@ class ScheduledJob:
         reason: the scheduler's own words then.
         unseen_since: since when the scheduler cannot be asked; None if it can.
         unsubmitted_since: since when it does not take the job again; None if it did.
+        copies: what is known of its dead copies, if it has several.
     """
 
     id: str
@@ -60,6 +62,7 @@ class ScheduledJob:
     files: RunDir
     owner: RunProcess
     progress: frozenset[tuple[str, int]]
+    copies: CopyWatch
     fruitless: int = 1
     status: JobStatus = JobStatus(JobState.PENDING)
     reason: str = ""
@@ -128,16 +131,16 @@ class SchedulerLauncher(TorchLauncher):
         if claim is None or claim.files.path != run_dir.path:
             raise LauncherError(f"{path}: another process has taken this job's claim: run it again")
         identity = job.identity or JobIdentity(claim.name, path)
-        progress = _list_progress(identity)
+        progress, copies = _list_progress(identity), CopyWatch(self.files_lag_s)
         if claim.job_id is not None:
-            return ScheduledJob(claim.job_id, job, identity, env, claim.files, claim.owner, progress)
+            return ScheduledJob(claim.job_id, job, identity, env, claim.files, claim.owner, progress, copies)
         try:
             job_id = self._create(job, identity, env, run_dir)
         except BaseException:
             claim.drop(path)
             raise
         claim.of_job(job_id).publish(path)
-        return ScheduledJob(job_id, job, identity, env, run_dir, claim.owner, progress)
+        return ScheduledJob(job_id, job, identity, env, run_dir, claim.owner, progress, copies)
 
     def poll(self, handle: ScheduledJob) -> JobStatus:
         """Return the job's state, asked of the scheduler every `poll_interval_s` seconds; submit it again if it was lost."""
@@ -151,6 +154,10 @@ class SchedulerLauncher(TorchLauncher):
             self._note_silence(handle, error)
             return handle.status
         handle.unseen_since = None
+        if seen is not None and seen.dead:
+            seen = self._tend_copies(handle, seen)
+            if handle.status.state.is_final:
+                return handle.status
         if seen is not None and not seen.state.is_final:
             self._note_reason(handle, seen)
             handle.status = JobStatus(seen.state, None, seen.reason)
@@ -188,6 +195,9 @@ class SchedulerLauncher(TorchLauncher):
     def locate_files(self, handle: ScheduledJob, files: RunDir) -> RunDir:
         return handle.files
 
+    def has_arrays(self, spec: LauncherSpec) -> bool:
+        return self.scheduler.has_arrays
+
     def _create(
         self, job: TorchJob, identity: JobIdentity, env: Mapping[str, str], files: RunDir, again: bool = False
     ) -> str:
@@ -196,9 +206,26 @@ class SchedulerLauncher(TorchLauncher):
         fewest = self.spec.least_nodes if again and self.spec.least_nodes < job.nodes else None
         return self.scheduler.create(JobRequest(identity.name, job, env, files, identity.claim, fewest))
 
+    def _tend_copies(self, handle: ScheduledJob, seen: SeenJob) -> SeenJob:
+        """Start dead copies again, or end all and set the status if one has failed; return the job as it is then."""
+        verdict = handle.copies.judge(seen, handle.files)
+        if verdict.failure:
+            self.scheduler.end(handle.id, self.spec.grace_s)
+            handle.status = JobStatus(JobState.FAILED, None, verdict.failure)
+        log = dg.get_dagster_logger()
+        for copy in verdict.restart:
+            try:
+                self.scheduler.restart(handle.id, copy)
+                log.warning(f"copy {copy} of job {handle.id} has died, and is started again")
+            except LauncherError as error:
+                log.warning(f"copy {copy} of job {handle.id} has died, and the others do its work: {error}")
+        return replace(seen, state=JobState.RUNNING) if verdict.restart or verdict.is_open else seen
+
     def _settle_status(self, handle: ScheduledJob, seen: SeenJob | None) -> JobStatus:
         """Return what became of a job that has ended, or that the scheduler does not know any more."""
         reason = "the scheduler does not know it any more" if seen is None else seen.reason
+        if handle.job.copies > 1 and seen is not None and seen.state is JobState.SUCCEEDED:
+            return JobStatus(JobState.SUCCEEDED, None, reason)  # copies send no report
         failed = self._wait_for_failure(handle.files)
         if not failed and has_report(handle.files.messages):
             return JobStatus(JobState.SUCCEEDED, None, reason)

@@ -6,12 +6,15 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftworks.errors import ConfigError, LauncherError
 
-COLUMNS = {"JobID": 24, "State": 20, "exit_code": 12, "Reason": 200, "Name": 60, "Comment": 1000}
+COLUMNS = {
+    **{"JobID": 24, "State": 20, "exit_code": 12, "Reason": 200, "Name": 60, "Comment": 1000},
+    **{"ArrayJobID": 24, "ArrayTaskID": 24, "RestartCnt": 12},
+}
 """Columns of squeue that are read, and their widths."""
 _UNKNOWN_JOB = "Invalid job id"
 _UNREACHABLE = re.compile(
@@ -20,6 +23,8 @@ _UNREACHABLE = re.compile(
 _NOT_NOW = re.compile(r"not available|busy|reserved|down|drain", re.I)
 """Words on nodes and partitions that come back: a real job waits for them."""
 _KEPT = {"SLURM_CONF", "SLURM_CLUSTERS"}
+_REQUEUE_S = 5
+"""Seconds after which a requeued job may start."""
 _TIMEOUT_S = 120.0
 """Seconds for one command; a controller under load lets its clients wait and retry."""
 
@@ -29,8 +34,11 @@ class SlurmRecord:
     """One line of squeue or sacct.
 
     Attributes:
+        id: of the job; an array's elements all have the array's.
         state: in Slurm's long form, such as COMPLETED.
         exit_code: of the batch script; None if Slurm did not say it.
+        copy: number of an array's element; None for a job that is no array.
+        restarts: how often it was requeued, as Slurm prints it; empty where it does not.
     """
 
     id: str
@@ -39,6 +47,8 @@ class SlurmRecord:
     exit_code: int | None
     reason: str
     comment: str
+    copy: int | None = None
+    restarts: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ class SlurmCommands:
         """Return the jobs that squeue shows with `options`."""
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS.items())
         try:
-            printed = self._run("squeue", ["--noheader", f"--Format={columns}", *options])
+            printed = self._run("squeue", ["--noheader", "--array", f"--Format={columns}", *options])
         except LauncherError as error:
             if _UNKNOWN_JOB in str(error):
                 return []
@@ -97,7 +107,8 @@ class SlurmCommands:
         """Return the jobs that sacct knows; none where Slurm keeps no accounts or has no sacct."""
         fields = "JobID,State,ExitCode,Reason,JobName,Comment"
         try:
-            printed = self._run("sacct", ["--allocations", "--noheader", "--parsable2", f"--format={fields}", *options])
+            asked = ["--allocations", "--array", "--noheader", "--parsable2", f"--format={fields}", *options]
+            printed = self._run("sacct", asked)
         except (LauncherError, ConfigError):
             return []
         return [_parse_account(line) for line in printed.splitlines() if line.count("|") >= 5]
@@ -109,6 +120,14 @@ class SlurmCommands:
         except LauncherError as error:
             if _UNREACHABLE.search(str(error)):
                 raise
+
+    def requeue(self, id: str, copy: int) -> None:
+        """Put an ended element of an array back into the queue, to start as soon as it can.
+
+        Slurm itself would wait for two minutes. Nodes refuse a start within the second of the earlier one's end.
+        """
+        self._run("scontrol", ["requeue", f"{id}_{copy}"])
+        self._run("scontrol", ["update", f"JobId={id}_{copy}", f"StartTime=now+{_REQUEUE_S}"])
 
     def _run(self, name: str, arguments: Sequence[str], env: Mapping[str, str] | None = None, text: str = "") -> str:
         """Return what a command prints, which reads `text`."""
@@ -154,11 +173,15 @@ def _parse_line(line: str) -> SlurmRecord:
         start += width
     if fields["exit_code"].isdigit():  # as wait(2) has it
         fields["exit_code"] = str(int(fields["exit_code"]) >> 8)
-    return _make_record(*fields.values())
+    array, copy, restarts = (fields.pop(name) for name in ("ArrayJobID", "ArrayTaskID", "RestartCnt"))
+    record = _make_record(*fields.values())
+    return replace(record, id=array, copy=int(copy), restarts=restarts) if copy.isdigit() else record
 
 
 def _parse_account(line: str) -> SlurmRecord:
-    return _make_record(*line.split("|", 5))
+    record = _make_record(*line.split("|", 5))
+    array, _, copy = record.id.partition("_")
+    return replace(record, id=array, copy=int(copy)) if copy.isdigit() else record
 
 
 def _make_record(id: str, state: str, exit_code: str, reason: str, name: str, comment: str) -> SlurmRecord:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftworks.config.run_files import COPY_VARIABLE
 from draftworks.config.slurm_launcher import SlurmLauncherSpec
 from draftworks.errors import ConfigError
 from resources.scheduler import JobRequest
@@ -31,7 +32,7 @@ def locate_script(request: JobRequest) -> Path:
 
 def list_begun(files: RunDir) -> list[Path]:
     """Return the marks of the nodes that have begun a job."""
-    return list((files.path / _MARKS).glob("*.began"))
+    return list((files.path / _MARKS).rglob("*.began"))
 
 
 def write_script(request: JobRequest, spec: SlurmLauncherSpec) -> Path:
@@ -54,6 +55,7 @@ def write_script(request: JobRequest, spec: SlurmLauncherSpec) -> Path:
                 setup="\n".join(f"    {line}" for line in spec.setup) or "    :",
                 torchrun=_build_torchrun(request),
                 ranks=shlex.quote(str(request.files.ranks)),
+                variable=COPY_VARIABLE,
                 python=shlex.quote(str(request.job.build_command()[0])),
                 one_node=" ".join(ONE_NODE),
                 cpus=_count_cpus(request.job, spec),
@@ -74,10 +76,11 @@ def build_options(request: JobRequest, spec: SlurmLauncherSpec) -> list[str]:
     """
     job = request.job
     fewest = min(request.min_nodes or job.nodes, job.nodes)
+    log = str(request.files.log).replace("%", "%%")
     found: dict[str, str | None] = {
         "job-name": request.name,
         "comment": str(request.claim),
-        "output": str(request.files.log).replace("%", "%%"),
+        "output": log if job.copies == 1 else f"{log.removesuffix('.log')}-copy%a.log",
         "open-mode": "append",
         "export": "ALL",
         "nodes": str(job.nodes) if fewest == job.nodes else f"{fewest}-{job.nodes}",
@@ -103,6 +106,9 @@ def build_options(request: JobRequest, spec: SlurmLauncherSpec) -> list[str]:
             )
         found["time"], found["signal"] = str(minutes), f"B:TERM@{before_s}"
     ours = [f"--{name}={shlex.quote(value)}" for name, value in found.items() if value is not None]
+    if job.copies > 1:
+        # An element can only be started again in its array if Slurm may requeue it, which it then does by itself too.
+        return [*ours, f"--array=0-{job.copies - 1}", "--requeue", *spec.sbatch]
     return [*ours, "--no-requeue", *spec.sbatch]
 
 
@@ -112,7 +118,7 @@ def _count_cpus(job: TorchJob, spec: SlurmLauncherSpec) -> int:
 
 def _build_torchrun(request: JobRequest) -> str:
     """Return torchrun's command line; the options that only the job's shell knows are in its array `options`."""
-    command: Sequence[str] = request.job.build_command(f"--rdzv{_OPTIONS}", f"--log-dir={request.files.ranks}")
+    command: Sequence[str] = request.job.build_command(f"--rdzv{_OPTIONS}")
     return " ".join('"${options[@]}"' if word == f"--rdzv{_OPTIONS}" else shlex.quote(word) for word in command)
 
 
@@ -122,6 +128,18 @@ def _build_torchrun(request: JobRequest) -> str:
 # first SIGTERM with one SIGINT, which torchrun passes on to its ranks. The script hands what only it got to these shells.
 _BODY = """\
 {path}marks={marks}  # NODE.began, NODE.told when it has to stop, NODE.exit
+ranks={ranks} job=$SLURM_JOB_ID
+if [ -n "${{SLURM_ARRAY_TASK_ID:-}}" ]; then
+    # One of several copies: its files are its own, and what an earlier start of it has left is put away.
+    export {variable}=$SLURM_ARRAY_TASK_ID TORCHELASTIC_ERROR_FILE=${{TORCHELASTIC_ERROR_FILE%.json}}-copy$SLURM_ARRAY_TASK_ID.json
+    own=copy$SLURM_ARRAY_TASK_ID earlier=${{marks%/*}}/earlier job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+    marks=$marks/$own ranks=$ranks/$own
+    mkdir -p "$marks"
+    if [ -e "$ranks" ]; then
+        mkdir -p "$earlier" && mv "$ranks" "$(mktemp -d "$earlier/$own-XXXXXX")"
+        rm -f "$TORCHELASTIC_ERROR_FILE"
+    fi
+fi
 export OMP_NUM_THREADS={threads} TORCH_ELASTIC_SHUTDOWN_TIMEOUT={shutdown} PET_SIGNALS_TO_HANDLE=SIGINT
 rm -f "$marks"/*
 shopt -s nullglob
@@ -136,7 +154,7 @@ stop_torchrun() {{
     : >"$marks/$SLURMD_NODENAME.told"
     [ -n "$torchrun" ] || return
     # Before there are ranks torchrun would ignore it, and nothing is lost by killing it.
-    if compgen -G {ranks}/'*/attempt_*' >/dev/null; then kill -INT $torchrun; else kill -KILL $torchrun; fi
+    if compgen -G "$ranks"/'*/attempt_*' >/dev/null; then kill -INT $torchrun; else kill -KILL $torchrun; fi
 }}
 
 run_torchrun() {{
@@ -146,13 +164,14 @@ run_torchrun() {{
     if [ "$SLURM_JOB_NUM_NODES" = 1 ]; then
         # Ranks of one node meet in a file on a disk of the node and open no port to others.
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-        meeting=$(mktemp -d) && options=({one_node} "--rdzv-endpoint=$meeting/store")
+        meeting=$(mktemp -d) && options=({one_node} "--rdzv-endpoint=$meeting/store" "--log-dir=$ranks")
     else
         local address is_host=false
         address=$(sed -n "s/^$SLURMD_NODENAME=//p" <<<"$NODE_ADDRESSES")
         [ "$SLURMD_NODENAME" = "$HEAD_NODE" ] && is_host=true
         options=(--nnodes="$SLURM_JOB_NUM_NODES" --rdzv-backend=c10d --rdzv-endpoint="$HEAD_ADDRESS:$HEAD_PORT"
-            --rdzv-id="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" --rdzv-conf="is_host=$is_host" --local-addr="$address")
+            --rdzv-id="$job.${{SLURM_RESTART_COUNT:-0}}" --rdzv-conf="is_host=$is_host" --local-addr="$address"
+            --log-dir="$ranks")
     fi
     echo "$SLURM_JOB_ID" >"$marks/$SLURMD_NODENAME.began"
     if [ -z "$told" ]; then
@@ -177,7 +196,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     HEAD_PORT=$({python} -I -S -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
     export NODE_ADDRESSES HEAD_NODE HEAD_ADDRESS HEAD_PORT
 fi
-export marks
+export marks ranks job
 srun --ntasks-per-node=1 --cpus-per-task={cpus} --mpi=none --kill-on-bad-exit=0 --wait=0 \\
     bash -c "$(declare -f setup stop_torchrun run_torchrun); run_torchrun" &
 step=$!
@@ -186,7 +205,7 @@ stopped_at=
 stop() {{
     [ -z "$stopped_at" ] || return
     stopped_at=$SECONDS
-    scancel --signal=TERM "$SLURM_JOB_ID.0" 2>/dev/null
+    scancel --signal=TERM "$job.0" 2>/dev/null
 }}
 trap stop TERM
 
@@ -199,19 +218,25 @@ while kill -0 $step 2>/dev/null; do
         failed_at=$SECONDS told=("$marks"/*.told)
     fi
     if [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge {grace} ]; then stop; fi
-    if [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge $((2 * {grace})) ]; then scancel --signal=KILL "$SLURM_JOB_ID.0"; break; fi
+    if [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge $((2 * {grace})) ]; then scancel --signal=KILL "$job.0"; break; fi
 done
 wait $step
 code=$?
 # srun may be ended before the nodes are: what they save meanwhile must not be cut short.
 [ -n "$failed_at" ] || told=("$marks"/*.told)
 for _ in $(seq {grace}); do
-    left=
-    for began in "$marks"/*.began; do [ -e "${{began%.began}}.exit" ] || left=1; done
+    left= lost=
+    for began in "$marks"/*.began; do
+        [ ! -e "${{began%.began}}.exit" ] || continue
+        # A node that was told to stop was there, and has only been killed.
+        left=1
+        [ -e "${{began%.began}}.told" ] || lost=1
+    done
     [ -n "$left" ] && [ -n "$stopped_at" ] || break
     sleep 1
 done
-[ -z "$left" ] || exit {lost}
+[ -z "$lost" ] || exit {lost}
 [ "${{#told[@]}}" = 0 ] || [ "$code" = 0 ] || exit {stopped}
+[ -z "$left" ] || [ "$code" != 0 ] || exit 1
 exit "$code"
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,8 @@ class TorchJob:
         longest_wait_s: longest time in seconds for which the job may only wait, such as for a server, without a stall.
         launcher: settings of the launcher that is to run it; None: it runs where Dagster runs.
         identity: by which a scheduler's job is found again; None for a job that nobody has to find.
+        copies: like jobs to start at once, as an array of the scheduler. Each has a number from 0, in `COPY_VARIABLE` of its
+            environment.
     """
 
     module: str
@@ -55,12 +57,14 @@ class TorchJob:
     longest_wait_s: float = 0.0
     launcher: LauncherSpec | None = None
     identity: JobIdentity | None = None
+    copies: int = 1
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.procs_per_node < 1 or self.gpus_per_node < 0:
+        if min(self.nodes, self.procs_per_node, self.copies) < 1 or self.gpus_per_node < 0:
             raise ConfigError(
-                f"job {self.module}: nodes and procs_per_node must be at least 1 and gpus_per_node at least 0, found"
-                f" nodes={self.nodes}, procs_per_node={self.procs_per_node}, gpus_per_node={self.gpus_per_node}"
+                f"job {self.module}: nodes, procs_per_node and copies must be at least 1, gpus_per_node at least 0, found"
+                f" nodes={self.nodes}, procs_per_node={self.procs_per_node}, gpus_per_node={self.gpus_per_node},"
+                f" copies={self.copies}"
             )
 
     def build_command(self, *options: str) -> list[str]:
@@ -107,10 +111,12 @@ class RunDir:
 
     Attributes:
         submission: number of this submission of the job; error files and ranks are its own.
+        copy: number of one of the job's copies, whose log and ranks are its own; None: the job as a whole.
     """
 
     path: Path
     submission: int = 1
+    copy: int | None = None
 
     @classmethod
     def create(cls, base: Path, run_id: str, retry: int) -> RunDir:
@@ -127,7 +133,7 @@ class RunDir:
     @property
     def log(self) -> Path:
         """stdout and stderr of all ranks."""
-        return self.path / "out.log"
+        return self.path / ("out.log" if self.copy is None else f"out-copy{self.copy}.log")
 
     @property
     def messages(self) -> Path:
@@ -137,16 +143,21 @@ class RunDir:
     @property
     def error(self) -> Path:
         """torchrun's own error file."""
-        return self._own / "error.json"
+        return self._own / ("error.json" if self.copy is None else f"error-copy{self.copy}.json")
 
     @property
     def ranks(self) -> Path:
-        """torchrun's log folder, with an error file for each rank in subfolders."""
-        return self._own / "ranks"
+        """torchrun's log folder, with an error file for each rank in subfolders; those of copies are subfolders too."""
+        ranks = self._own / "ranks"
+        return ranks if self.copy is None else ranks / f"copy{self.copy}"
 
     @property
     def _own(self) -> Path:
         return self.path if self.submission == 1 else self.path / f"submission{self.submission}"
+
+    def of_copy(self, copy: int) -> RunDir:
+        """Return the files of one of the job's copies."""
+        return replace(self, copy=copy)
 
     def next_submission(self) -> RunDir:
         """Return the files of the next submission of the same job, whose folder is made."""

@@ -15,6 +15,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from draftworks.config.launcher_base import LauncherSpec
 from draftworks.distributed.stop_signals import defer_interrupt
 from draftworks.programs.heartbeat import HeartbeatRecord
 from draftworks.programs.labels import LABEL
@@ -155,6 +156,10 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
 
     def get_limits(self, handle: Any) -> JobLimits:
         return JobLimits(self.stall_limit_s, self.time_limit_s, self.poll_interval_s)
+
+    def has_arrays(self, spec: LauncherSpec) -> bool:
+        """Whether a job with these settings may ask for several copies of itself."""
+        return False
 
     def locate_files(self, handle: Any, files: RunDir) -> RunDir:
         """Return the files of a job that began with `files`; others if it was submitted again meanwhile."""

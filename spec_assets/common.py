@@ -294,16 +294,18 @@ def make_companion(
     serves: bool = False,
     restarts: int = 0,
     name: str | None = None,
+    copies: int = 1,
 ) -> Companion:
     """Write the run file of a program to run beside another one, with arguments as `launch` and `Companion`; its log is
     its own.
 
     Args:
         name: of its folder, where several companions run one program; the program by default.
+        copies: like jobs that it starts at once, for a launcher that `has_arrays`.
     """
     name = name or program
     folder = locate_step_folder(context, workspace) / name
-    job = _make_job(context, workspace, folder, program, run, processes, device, python, role=name)
+    job = _make_job(context, workspace, folder, program, run, processes, device, python, name, copies)
     return Companion(job, folder, serves, restarts)
 
 
@@ -342,6 +344,7 @@ def _make_job(
     device: str,
     python: Path | None,
     role: str = "",
+    copies: int = 1,
 ) -> TorchJob:
     path = run.save(folder / "run.yaml")
     place = workspace.resolve_launcher(context.partition_key, program)
@@ -356,5 +359,6 @@ def _make_job(
         python=python,
         longest_wait_s=run.longest_wait_s,
         launcher=place,
-        identity=identify_job(context.asset_key.to_user_string(), context.partition_key, run, path, role),
+        identity=identify_job(context.asset_key.to_user_string(), context.partition_key, run, path, role, copies),
+        copies=copies,
     )

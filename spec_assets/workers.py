@@ -35,26 +35,34 @@ def launch_workers(
 ) -> JobResult:
     """Do as `launch`, with as many jobs as the launcher's settings for this program say (`workers`).
 
-    The first job makes the result; the others take parts of its work, and end when there is none left. Figures of the
-    report that add up over jobs are those of all.
+    The first job makes the result; the others take parts of its work, and end when there is none left: several of them are
+    one array, where the launcher has arrays. Figures of the report that add up over jobs are those of all.
     """
-    count = workspace.resolve_launcher(context.partition_key, program).workers
+    place = workspace.resolve_launcher(context.partition_key, program)
     asset = context.asset_key.to_user_string()
     shared = workspace.var / FOLDER / asset / context.partition_key  # not of this run: a scheduler's job may outlive it
-    outs = [shared / f"{program}-{number}" for number in range(1, count)]
-    beside: list[Companion] = []
-    for number, out in enumerate(outs, start=1):
+    together = shared / f"{program}-workers"
+    is_array = place.workers > 2 and launcher.has_arrays(place)
+    numbers = range(1, place.workers)
+    outs = [together / str(number) if is_array else shared / f"{program}-{number}" for number in numbers]
+    for out in outs:
         out.mkdir(parents=True, exist_ok=True)
         (out / WORKER_FIGURES).unlink(missing_ok=True)
-        own = run.model_copy(update={"worker": number, "out": out})
-        beside.append(
-            make_companion(
-                context, workspace, program, own, processes, device, python, restarts=RESTARTS, name=out.name
-            )
+
+    def make_worker(number: int, out: Path, copies: int = 1, restarts: int = 0) -> Companion:
+        own, name = run.model_copy(update={"worker": number, "out": out}), out.name
+        return make_companion(
+            context, workspace, program, own, processes, device, python, False, restarts, name, copies
         )
+
+    if is_array:
+        # Copy 0 is worker 1; a copy that was killed is started again within its array.
+        beside = [make_worker(1, together, copies=len(outs))]
+    else:
+        beside = [make_worker(number, out, restarts=RESTARTS) for number, out in zip(numbers, outs, strict=True)]
     result = launch(context, launcher, workspace, program, run, processes, device, python, beside)
     report = _add_figures(result.report, [out / WORKER_FIGURES for out in outs])
-    for out in outs:
+    for out in [*outs, together]:
         shutil.rmtree(out, ignore_errors=True)
     return replace(result, report=report)
 

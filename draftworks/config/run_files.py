@@ -7,7 +7,7 @@ by hand. Paths are absolute, or relative to the folder of the run file.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -31,6 +31,8 @@ VOCAB_FILE = "vocab.safetensors"
 """The mapping in the folder of a `vocab_mapping` result, and of a draft that was trained with it."""
 
 
+COPY_VARIABLE = "DRAFTWORKS_COPY"
+"""Environment variable of a job of which a scheduler runs several copies: the number of this one, from 0."""
 WORKER_FIGURES = "figures.json"
 """In `out` of a job that takes parts of another's work: numbers to be added to those of the other's report."""
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -136,6 +138,11 @@ class SharedRun(TargetRun):
         description="Number of this job among those that share the work. Job 0 makes the result; the others need an `out` of "
         "their own, and write only their figures there.",
     )
+
+    def of_copy(self, copy: int) -> Self:
+        """Return the run file of one of several like jobs that were started with this one: number and `out` are its own."""
+        worker = self.worker + copy
+        return self.model_copy(update={"worker": worker, "out": self.out / str(worker)})
 
 
 class RegenerateRun(SharedRun):

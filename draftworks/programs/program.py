@@ -30,7 +30,7 @@ from dagster_pipes import PipesContext, PipesEnvVarParamsLoader, open_dagster_pi
 from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
-from draftworks.config.run_files import RunFile, TargetRun
+from draftworks.config.run_files import COPY_VARIABLE, RunFile, SharedRun, TargetRun
 from draftworks.distributed.parent_death import end_with_parent
 from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
 from draftworks.errors import DraftworksError
@@ -150,7 +150,7 @@ def _end_with_torchrun() -> None:
 def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict[str, Any]], path: Path) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         check_shared_folder_of_job(os.environ)
-    run = run_type.load(path)
+    run = _load_run_file(run_type, path)
     with _open_pipes() as pipes, _start_heartbeat() as heartbeat:
         context = ProgramContext.from_torchrun(pipes, heartbeat)
         if context.local_rank == 0 and isinstance(run, TargetRun):  # on every machine: each has its own disk
@@ -164,6 +164,14 @@ def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict
             raise full from error
         if context.is_main:
             context.send_report(report)
+
+
+def _load_run_file(run_type: type[RunType], path: Path) -> RunType:
+    """Return the run file; in one of several copies of a job, that of this copy."""
+    run = run_type.load(path)
+    if COPY_VARIABLE not in os.environ or not isinstance(run, SharedRun):
+        return run
+    return run.of_copy(int(os.environ[COPY_VARIABLE]))
 
 
 def _parse_arguments(main: Callable[..., Any], arguments: Sequence[str] | None) -> Path:

@@ -16,7 +16,7 @@ import yaml
 from frame_program import FrameRun
 from processes import ends
 
-from draftworks.config.run_files import ExportRun, TargetFiles
+from draftworks.config.run_files import COPY_VARIABLE, CaptureRun, ExportRun, TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.program import ProgramContext, _run
@@ -199,3 +199,19 @@ def test_no_program_begins_on_another_target_than_its_run_file_says(tmp_path: Pa
     with pytest.raises(ConfigError, match="target tiny: weights and config.json in .*expected digest of nobody, found"):
         _run(ExportRun, lambda run, ctx: began.append(run.target.digest) or {}, tmp_path / "of nobody.yaml")
     assert began == [tiny_target.digest]
+
+
+def test_each_copy_of_a_job_is_a_worker_with_an_output_of_its_own(
+    tmp_path: Path, tiny_target: TargetFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = []
+    run = CaptureRun(
+        out=tmp_path / "out", target=tiny_target, tokens=tmp_path, taps=[2], capture={}, store=tmp_path, worker=1
+    )
+    path = run.save(tmp_path / "run.yaml")
+    for copy in (None, "0", "3"):
+        if copy is not None:
+            monkeypatch.setenv(COPY_VARIABLE, copy)
+        _run(CaptureRun, lambda run, ctx: began.append((run.worker, run.out)) or {}, path)
+    out = tmp_path / "out"
+    assert began == [(1, out), (1, out / "1"), (4, out / "4")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,9 @@ def test_preemption_lets_a_job_save(tmp_path: Path, cluster: SlurmCluster) -> No
     scheduler, request = make_scheduler(cluster, cpus_per_node=8), make_request(tmp_path, "wait", nodes=2)
     id = scheduler.create(request)
     wait_for_ranks(scheduler, id, request, 4)
-    urgent = cluster.ask("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
+    urgent = cluster.ask(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
+    )
     ended = wait_for_end(scheduler, id)
     assert ended.state in (JobState.FAILED, JobState.CANCELLED)
     assert all(failure.interrupted for failure in read_failures(request))
@@ -214,14 +217,14 @@ def test_a_process_asks_about_all_its_jobs_at_once(cluster: SlurmCluster) -> Non
     now = [0.0]
     queue = SlurmQueue(SlurmCommands(str(cluster.commands)), interval_s=2.0, clock=lambda: now[0])
     for _ in range(20):
-        assert queue.find("17") is queue.find("18") is None
+        assert queue.find("99017") is queue.find("99018") is None
     assert queue.questions == 1
-    queue.find("17", submitted_at=0.0)  # submitted since
+    queue.find("99017", submitted_at=0.0)  # submitted since
     now[0] = 1.9
-    queue.find("17")
+    queue.find("99017")
     assert queue.questions == 2
     now[0] = 4.0
-    queue.find("17")
+    queue.find("99017")
     assert queue.questions == 3
 
 
@@ -233,3 +236,38 @@ def test_what_a_job_is_given_is_in_no_file_of_it(tmp_path: Path, cluster: SlurmC
     assert "seen: yes" in request.files.log.read_text()
     found = [path for path in tmp_path.rglob("*") if path.is_file() and b"hush-4711" in path.read_bytes()]
     assert not found, os.fspath(found[0])
+
+
+def test_copies_are_one_array_of_which_a_dead_one_starts_again(tmp_path: Path, cluster: SlurmCluster) -> None:
+    scheduler, request = make_scheduler(cluster), make_request(tmp_path, "wait", procs=1)
+    request = replace(request, job=replace(request.job, copies=3))
+    id = scheduler.create(request)
+
+    def count_starts(copy: int) -> int:
+        log = request.files.of_copy(copy).log
+        return log.read_text().count("task wait") if log.exists() else 0
+
+    def list_dead() -> tuple[int, ...]:
+        seen = scheduler.look(id)
+        assert seen is not None
+        assert not seen.state.is_final
+        return tuple(each.number for each in seen.dead)
+
+    wait_until(lambda: all(count_starts(copy) == 1 for copy in range(3)))
+    assert [(each.id, each.claim) for each in scheduler.list()] == [(id, request.claim)]
+    cluster.kill_ranks(copy=1)
+    wait_until(lambda: list_dead() == (1,))
+    scheduler.restart(id, 1)
+    wait_until(lambda: count_starts(1) == 2)
+    assert list_dead() == ()
+    found = scheduler.find(request.name)
+    assert found is not None
+    assert (found.id, found.state) == (id, JobState.RUNNING)
+    scheduler.end(id, 10)
+    ended = scheduler.look(id)
+    assert ended is not None
+    assert ended.state.is_final
+    assert {failure.interrupted for failure in read_failures(request)} == {True}
+    assert len(list((request.files.path / "earlier").iterdir())) == 1
+    assert scheduler.list() == []
+    assert cluster.nodes_are("idle")

@@ -83,3 +83,28 @@ def test_the_script_is_shell_without_the_jobs_environment(nodes: int, tmp_path: 
     assert "hush" not in text
     assert "module load 'cuda'" in text
     assert "export PATH='/opt/slurm 23/bin':" in text
+
+
+def test_copies_are_an_array_with_files_of_their_own(tmp_path: Path):
+    request = make_request(tmp_path / "50%", copies=3)
+    found = read_options(request)
+    assert found["--array"] == "0-2"
+    assert "--requeue" in found
+    assert "--no-requeue" not in found
+    assert found["--output"].replace("%a", "2").replace("%%", "%") == str(request.files.of_copy(2).log)
+    script = write_script(request, SlurmLauncherSpec()).read_text()
+    begin, body = script.index("marks="), script.index("shopt")
+    own = f"{script[begin:body]}\necho $ranks $TORCHELASTIC_ERROR_FILE $DRAFTWORKS_COPY $job"
+    slurm = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    env = {"PATH": "/usr/bin:/bin", "TORCHELASTIC_ERROR_FILE": str(request.files.error)}
+    copy = request.files.of_copy(2)
+    copy.ranks.mkdir(parents=True)
+
+    def act(**more: str) -> list[str]:
+        done = subprocess.run(["bash", "-c", own], env={**env, **more}, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert act(**slurm) == [str(copy.ranks), str(copy.error), "2", "7_2"]
+    assert not copy.ranks.exists(), "an earlier start's are put away"
+    assert len(list((request.files.path / "earlier").glob("copy2-*"))) == 1
+    assert act(SLURM_JOB_ID="9") == [str(request.files.ranks), str(request.files.error), "9"]

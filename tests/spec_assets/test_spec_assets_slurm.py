@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 from slurm_cluster import SlurmCluster
 
 from draftworks.config.launchers import SlurmLauncherSpec
-from draftworks.config.run_files import TrainRun
+from draftworks.config.run_files import StoreSpec, TrainRun
+from draftworks.features.manifest import read_feature_set
+from draftworks.features.open_store import open_store
 from draftworks.programs.failure import RankFailure
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.training.checkpoint_files import CheckpointFolder
@@ -98,6 +100,63 @@ def test_the_graph_on_slurm_gives_the_local_draft_bit_for_bit(finished: Any, clu
         assert (here.path.name, here.data_version) == (there.path.name, there.data_version), asset
     assert cluster.ask("squeue", "--noheader") == ""
     assert not list(site.var.rglob("job.json"))
+
+
+def read_features(site: Any) -> dict[str, dict[str, torch.Tensor]]:
+    found = read_feature_set(ArtifactStore(site.var).load_current("training_features", "small").path)
+    (root,) = site.var.glob("features/*")
+    store = open_store(StoreSpec(root=root))
+    try:
+        return {ref.sample_id: {name: each.clone() for name, each in store.get(ref)[0].items()} for ref in found.refs}
+    finally:
+        store.close()
+
+
+def test_workers_are_an_array_and_a_killed_one_changes_no_byte(finished: Any, cluster: SlurmCluster, tmp_path: Path):
+    """The first job waits until a copy was killed and has begun again, so that copies do the work that is then compared."""
+    site = finished.site.copy(tmp_path / "site")
+    shutil.rmtree(site.var)
+    begin = tmp_path / "begin"
+    hold = f'[ -n "${{DRAFTWORKS_COPY:-}}" ] || while [ ! -e {begin} ]; do sleep 0.1; done'
+    programs = {"regenerate": {"workers": 3}, "capture": {"workers": 3, "setup": [hold]}}
+    launcher = {"kind": "slurm", "commands": str(cluster.commands), "poll_interval_s": 0.2, "programs": programs}
+    (site.registry / "deployment.yaml").write_text(yaml.safe_dump({"launcher": launcher}))
+
+    def kill_one() -> None:
+        folder = site.var / "runs"
+        while not (ranks := list(folder.glob("*/training_features/capture-workers/*/ranks/copy1/*/attempt_0"))):
+            time.sleep(0.05)
+        cluster.kill_ranks(copy=1)
+        while ranks[0].exists():  # put away by the next start
+            time.sleep(0.05)
+        begin.touch()
+
+    thread = threading.Thread(target=kill_one, daemon=True)
+    thread.start()
+    job = site.definitions().resolve_job_def("prepare")
+    assets = ("target_model", "dataset", "recipe", "conversations", "responses", "tokenized_train", "training_features")
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = job.execute_in_process(
+            partition_key="small",
+            asset_selection=[dg.AssetKey(each) for each in assets],
+            instance=instance,
+            raise_on_error=False,
+        )
+    thread.join(1)
+    assert result.success, [event.message for event in result.all_events if event.is_failure]
+    for asset in ("responses", "training_features"):
+        here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished.site))
+        assert (here.path.name, here.data_version) == (there.path.name, there.data_version), asset
+    here, there = read_features(site), read_features(finished.site)
+    assert here.keys() == there.keys()
+    for sample, features in there.items():
+        assert all(torch.equal(features[name], here[sample][name]) for name in features), sample
+    folders = [path.name for path in site.var.glob("runs/*/*/*-workers")]
+    assert sorted(folders) == ["capture-workers", "regenerate-workers"]
+    assert len(list(site.var.glob("runs/*/training_features/capture-workers/*/earlier/copy1-*"))) == 1
+    assert cluster.ask("squeue", "--noheader") == ""
+    assert not list(site.var.rglob("*job.json"))
+    assert not list((site.var / "workers").rglob("figures.json"))
 
 
 @pytest.mark.parametrize("shard_within", ["job", "node"])

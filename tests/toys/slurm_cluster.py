@@ -147,6 +147,15 @@ class SlurmCluster:
         self.daemons.pop(name)
         _kill([process for each in find_daemons(f"{self.folder}:{name}") for process in _tree(each)])
 
+    def kill_ranks(self, copy: int) -> None:
+        """Kill the ranks of an array's element, as a machine without memory does."""
+        wanted = {b"SLURM_ARRAY_TASK_ID=%d" % copy, f"SLURM_CONF={self.folder}/slurm.conf".encode()}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                found = set(Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"))
+                if found >= wanted and any(each.startswith(b"LOCAL_RANK=") for each in found):
+                    process.kill()
+
     def nodes_are(self, state: str) -> bool:
         """Whether all nodes are in a state; False while the controller does not answer."""
         with suppress(subprocess.CalledProcessError):
