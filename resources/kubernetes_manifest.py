@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
+from draftworks.config.run_files import COPY_VARIABLE
 from draftworks.errors import ConfigError
 from resources.scheduler import JobRequest
 from resources.torch_job import ONE_NODE, ONE_NODE_ENV, TorchJob
@@ -22,6 +23,9 @@ MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGER = "draftworks"
 CLAIM = "draftworks/claim"
 MIN_NODES = "draftworks/min-nodes"
+COPIES = "draftworks/copies"
+FAILED_BEFORE = 79
+"""Exit code of a copy's pod whose earlier start has left an error of the program: the runtime starts it no more."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY_CLASS = "kueue.x-k8s.io/priority-class"
 NODE = "node"
@@ -32,11 +36,17 @@ _JOIN_S = 900
 """Seconds for which the nodes of a job wait for each other: one may still pull the image."""
 
 _START = f"""\
-run=$1 log=$2 ranks=$3 environment=$4 first=$5
-shift 5
+run=$1 log=$2 ranks=$3 environment=$4 first=$5 copies=$6
+shift 6
 node=${{JOB_COMPLETION_INDEX:-0}}
-[ "$node" = 0 ] || log=${{log%.log}}-node$node.log
-ranks=$ranks/node$node
+if [ "$copies" = 1 ]; then
+  own=node$node
+  [ "$node" = 0 ] || log=${{log%.log}}-$own.log
+else
+  own=copy$node
+  log=${{log%.log}}-$own.log
+fi
+ranks=$ranks/$own
 if [ ! -d "$run" ]; then
   echo "the folder of the run, $run, is not there in this pod: mount the volume that has it at the same path" >&2
   exit 78
@@ -46,10 +56,17 @@ if [ ! -r "$environment" ]; then
   exit 78
 fi
 . "$environment"
+if [ "$copies" != 1 ]; then
+  export {COPY_VARIABLE}="$node" TORCHELASTIC_ERROR_FILE="${{TORCHELASTIC_ERROR_FILE%.json}}-$own.json"
+  if grep -rqs '"interrupted": false' --include=error.json "$ranks"; then
+    echo "an earlier start of this copy has failed, see $log" >&2
+    exit {FAILED_BEFORE}
+  fi
+fi
 if [ -e "$ranks" ]; then
   mkdir -p "$run/earlier"
-  mv "$ranks" "$(mktemp -d "$run/earlier/node$node-XXXXXX")"
-  [ "$node" != 0 ] || rm -f "$TORCHELASTIC_ERROR_FILE"
+  mv "$ranks" "$(mktemp -d "$run/earlier/$own-XXXXXX")"
+  [ "$node" != 0 ] && [ "$copies" = 1 ] || rm -f "$TORCHELASTIC_ERROR_FILE"
 fi
 export PET_LOG_DIR="$ranks"
 if [ -z "$first" ]; then
@@ -78,7 +95,8 @@ def write_train_job(
     """
     require_volume(request, spec)
     job = replace(request.job, nodes=nodes or request.job.nodes)
-    fewest = {} if request.min_nodes is None else {MIN_NODES: str(request.min_nodes)}
+    more = {} if request.min_nodes is None else {MIN_NODES: str(request.min_nodes)}
+    more |= {} if job.copies == 1 else {COPIES: str(job.copies)}
     manifest = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "TrainJob",
@@ -86,17 +104,17 @@ def write_train_job(
             "name": request.name,
             "namespace": namespace,
             "labels": _list_labels(spec),
-            "annotations": {**spec.annotations, **fewest, CLAIM: str(request.claim)},
+            "annotations": {**spec.annotations, **more, CLAIM: str(request.claim)},
         },
         "spec": {
-            "runtimeRef": {"apiGroup": GROUP, "kind": spec.runtime_kind, "name": spec.runtime},
+            "runtimeRef": {"apiGroup": GROUP, "kind": spec.runtime_kind, "name": choose_runtime(job, spec)},
             "trainer": {
                 "image": spec.image,
                 "command": ["/bin/sh", "-c", _escape(_START)],
                 "args": [_escape(word) for word in ("start", *_list_arguments(request, job, spec))],
                 "env": _list_env(spec),
-                "numNodes": job.nodes,
-                "numProcPerNode": job.procs_per_node,
+                "numNodes": max(job.nodes, job.copies),
+                **({"numProcPerNode": job.procs_per_node} if job.copies == 1 else {}),
                 "resourcesPerNode": _list_resources(job, spec),
             },
             "runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": _nest_pod(_patch_pod(spec))}],
@@ -105,6 +123,11 @@ def write_train_job(
     if spec.time_limit_s is not None:
         manifest["spec"]["activeDeadlineSeconds"] = max(1, int(spec.time_limit_s))
     return _merge(manifest, spec.overrides)
+
+
+def choose_runtime(job: TorchJob, spec: KubernetesLauncherSpec) -> str:
+    """Return the name of a job's training runtime: several copies are pods that do not wait for each other."""
+    return spec.runtime if job.copies == 1 else spec.workers_runtime
 
 
 def locate_environment(request: JobRequest, spec: KubernetesLauncherSpec) -> Path:
@@ -143,7 +166,10 @@ def _list_arguments(request: JobRequest, job: TorchJob, spec: KubernetesLauncher
     if job.nodes > 1:
         meeting = (f"--nnodes={job.nodes}", "--rdzv-backend=c10d", f"--rdzv-id={request.name}")
         first = f"{request.name}-{NODE}-0-0.{request.name}"
-    return [*map(str, (files.path, files.log, files.ranks, environment)), first, *job.build_command(*meeting)]
+    if job.copies > 1:
+        meeting = ("--nnodes=1", *ONE_NODE)  # Trainer may give each pod the number of all
+    paths = map(str, (files.path, files.log, files.ranks, environment))
+    return [*paths, first, str(job.copies), *job.build_command(*meeting)]
 
 
 def _list_labels(spec: KubernetesLauncherSpec) -> dict[str, str]:

@@ -14,6 +14,7 @@ from resources.kubernetes_manifest import (
     CLAIM,
     MANAGED_BY,
     MANAGER,
+    choose_runtime,
     require_volume,
     write_environment,
     write_train_job,
@@ -30,7 +31,7 @@ from resources.kubernetes_state import (
 )
 from resources.kubernetes_watch import JobWatch
 from resources.scheduler import JobRequest, Scheduler, SeenJob
-from resources.torch_job import JobState
+from resources.torch_job import JobState, TorchJob
 
 _CONFLICT = 409
 _REFUSALS = {400, 403, 404, 422}
@@ -65,14 +66,15 @@ class KubernetesScheduler(Scheduler):
         self._ended: dict[str, SeenJob] = {}
         self._failed_at: dict[str, float] = {}
         self._room: dict[str, int] = {}
-        self._has_checked_runtime = False
+        self._checked_runtimes: set[str] = set()
+        self.has_arrays = spec.nodes == 1  # the index of a pod says either which node it is or which copy
 
     def create(self, request: JobRequest) -> str:
         """Create the TrainJob. One of the same name with the same claim that has not ended is returned as it is."""
         spec = self._spec
         nodes = None if request.min_nodes is None else self._room.pop(request.name, None)
         manifest = write_train_job(request, spec, self._api.namespace, nodes)
-        self._check_runtime()
+        self._check_runtime(request.job)
         write_environment(request, spec)
         deadline = time.monotonic() + spec.grace_s + _CLEANUP_S
         while time.monotonic() < deadline:
@@ -90,7 +92,7 @@ class KubernetesScheduler(Scheduler):
 
     def check(self, request: JobRequest) -> None:
         require_volume(request, self._spec)
-        self._check_runtime()
+        self._check_runtime(request.job)
         self._api.list_jobs(request.name)
 
     def find(self, name: str) -> SeenJob | None:
@@ -150,18 +152,22 @@ class KubernetesScheduler(Scheduler):
                 self._api.delete_job(each["metadata"]["name"], each["metadata"]["uid"])
         return [read_state(each, ()) for each in jobs if not has_ended(each)]
 
+    def restart(self, id: str, copy: int) -> None:
+        """Do nothing: the cluster starts a dead copy again."""
+
     def close(self) -> None:
         """Stop following jobs; a later look follows again."""
         for id in tuple(self._watches):
             self._forget(id)
 
-    def _check_runtime(self) -> None:
-        """Raise ConfigError, the first time, if the training runtime is missing or does not fit."""
-        if not self._has_checked_runtime:
-            runtime = self._api.get_runtime(self._spec.runtime_kind, self._spec.runtime)
+    def _check_runtime(self, job: TorchJob) -> None:
+        """Raise ConfigError, the first time, if the job's training runtime is missing or does not fit."""
+        name = choose_runtime(job, self._spec)
+        if name not in self._checked_runtimes:
+            runtime = self._api.get_runtime(self._spec.runtime_kind, name)
             if runtime is not None:
-                require_runtime(runtime, self._spec.grace_s)
-            self._has_checked_runtime = True
+                require_runtime(runtime, self._spec.grace_s, job.copies)
+            self._checked_runtimes.add(name)
 
     def _make_room(self, request: JobRequest) -> dict[str, Any] | None:
         """Return the TrainJob that has a request's name if it is this very job; else delete it if it has ended.

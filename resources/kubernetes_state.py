@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from resources.kubernetes_manifest import CLAIM, MIN_NODES, NODE, QUEUE
-from resources.scheduler import SeenJob
+from resources.kubernetes_manifest import CLAIM, COPIES, MIN_NODES, NODE, QUEUE
+from resources.scheduler import DeadCopy, SeenJob
 from resources.torch_job import JobState
 
 Object = Mapping[str, Any]
@@ -30,6 +30,8 @@ _ENDED_BY_CLUSTER = {
 }
 """Reasons of a failed pod that its program had no part in."""
 _DEADLINE = "DeadlineExceeded"
+_INDEX = "batch.kubernetes.io/job-completion-index"
+"""Label of a pod: which node of its job it is, or which copy."""
 
 
 class _Verdict(NamedTuple):
@@ -61,6 +63,7 @@ def read_state(train_job: Object, pods: Iterable[Object], loss: str = "") -> See
         reason=verdict.reason,
         lost=verdict.lost,
         claim=None if claim is None else Path(claim),
+        dead=_list_dead(train_job, pods),
     )
 
 
@@ -139,9 +142,25 @@ def _judge(train_job: Object, pods: list[Object], loss: str) -> _Verdict:
     if train_job["metadata"].get("deletionTimestamp"):
         return _Verdict(JobState.RUNNING, "it is being deleted")
     running = [pod for pod in pods if pod.get("status", {}).get("phase") in ("Running", "Succeeded")]
-    if not is_suspended(train_job) and len(running) >= count_nodes(train_job):
+    fewest = 1 if _has_copies(train_job) else count_nodes(train_job)
+    if not is_suspended(train_job) and len(running) >= fewest:
         return _Verdict(JobState.RUNNING)
     return _Verdict(JobState.PENDING, _describe_queue(train_job, pods))
+
+
+def _has_copies(train_job: Object) -> bool:
+    return COPIES in train_job["metadata"].get("annotations", {})
+
+
+def _list_dead(train_job: Object, pods: Iterable[Object]) -> tuple[DeadCopy, ...]:
+    """Return the copies of which a pod has failed; the cluster may have started another one since."""
+    if not _has_copies(train_job) or is_suspended(train_job):
+        return ()
+    failed = [pod for pod in pods if pod.get("status", {}).get("phase") == "Failed"]
+    return tuple(
+        DeadCopy(int(pod["metadata"]["labels"][_INDEX]), pod["metadata"]["uid"], bool(describe_loss(pod)))
+        for pod in failed
+    )
 
 
 def _describe_queue(train_job: Object, pods: list[Object]) -> str:

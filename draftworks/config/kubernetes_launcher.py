@@ -36,8 +36,13 @@ class KubernetesLauncherSpec(SchedulerLauncherSpec):
         default="draftworks",
         description="Training runtime that the jobs refer to; deploy/kubernetes/training-runtime.yaml is one.",
     )
+    workers_runtime: str = Field(
+        default="draftworks-workers",
+        description="Training runtime of workers that share the work of one partition (`workers`); "
+        "deploy/kubernetes/workers-runtime.yaml is one.",
+    )
     runtime_kind: Literal["ClusterTrainingRuntime", "TrainingRuntime"] = Field(
-        default="ClusterTrainingRuntime", description="Whether the runtime is the cluster's or the namespace's."
+        default="ClusterTrainingRuntime", description="Whether the runtimes are the cluster's or the namespace's."
     )
     queue: str | None = Field(default=None, description="Kueue's LocalQueue; null: jobs start without Kueue.")
     priority_class: str | None = Field(default=None, description="Kueue's WorkloadPriorityClass.")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_kubelet import RUNTIME, build_pod, expand
+from fake_kubelet import RUNTIME, WORKERS_RUNTIME, build_pod, expand
 from fake_kubernetes import find_unknown_fields
 
 from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
 from draftworks.errors import ConfigError
-from resources.kubernetes_manifest import QUEUE, locate_environment, write_environment, write_train_job
+from resources.kubernetes_manifest import FAILED_BEFORE, QUEUE, locate_environment, write_environment, write_train_job
 from resources.kubernetes_runtime import require_runtime
 from resources.scheduler import JobRequest
 from resources.torch_job import RunDir, TorchJob
@@ -60,8 +60,8 @@ def validate(manifest: dict[str, Any]) -> None:
     kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
-def read_runtime() -> dict[str, Any]:
-    return yaml.safe_load(RUNTIME.read_text())
+def read_runtime(file: Path = RUNTIME) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text())
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -142,15 +142,32 @@ def test_settings_that_cannot_be_right_are_refused(tmp_path: Path, values: dict[
     assert "hf_abcdef" not in str(caught.value).replace(str(values), "").split("input_value")[0]
 
 
-def test_what_deploy_brings_is_valid() -> None:
+@pytest.mark.parametrize("more", [{}, RICH], ids=["least", "rich"])
+def test_copies_are_pods_of_one_train_job_each_a_torchrun_of_its_own(tmp_path: Path, more: dict[str, Any]) -> None:
+    manifest = write_train_job(request(tmp_path, copies=5), settings(tmp_path, **more), "drafts")
+    assert find_unknown_fields(manifest) == []
+    validate(build_pod(read_runtime(WORKERS_RUNTIME), manifest, 4))
+    assert manifest["spec"]["runtimeRef"]["name"] == read_runtime(WORKERS_RUNTIME)["metadata"]["name"]
+    assert manifest["spec"]["trainer"]["numNodes"] == 5
+    assert "--nnodes=1" in manifest["spec"]["trainer"]["args"]
+    assert manifest["spec"]["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == "8"
+    assert manifest["metadata"]["labels"].get(QUEUE) == more.get("queue")
+
+
+@pytest.mark.parametrize(("file", "copies"), [(RUNTIME, 1), (WORKERS_RUNTIME, 8)], ids=["training", "workers"])
+def test_what_deploy_brings_is_valid(file: Path, copies: int) -> None:
     from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime
 
-    runtime = read_runtime()
+    runtime = read_runtime(file)
     known = TrainerV1alpha1ClusterTrainingRuntime.from_dict(runtime)
     assert known is not None
     assert known.to_dict()["spec"]["template"]["spec"] == runtime["spec"]["template"]["spec"]
-    require_runtime(runtime, grace_s=60.0)
+    require_runtime(runtime, 60.0, copies)
     job = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
+    rules = job["spec"].get("podFailurePolicy", {"rules": []})["rules"]
+    assert [each["onExitCodes"]["values"] for each in rules if "onExitCodes" in each] == [[FAILED_BEFORE]] * (
+        copies > 1
+    )
     validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": job["spec"]})
     for manifest in yaml.safe_load_all(RUNTIME.with_name("access.yaml").read_text()):
         validate(manifest)
@@ -163,5 +180,9 @@ def test_a_runtime_that_restarts_pods_or_hurries_them_is_refused() -> None:
     spec["template"]["spec"] |= {"restartPolicy": "OnFailure", "terminationGracePeriodSeconds": 10}
     with pytest.raises(ConfigError, match=r"backoffLimit 0 .*; restartPolicy Never .*; terminationGracePeriodSeconds"):
         require_runtime(runtime, grace_s=60.0)
+    with pytest.raises(
+        ConfigError, match=r"launcher.workers_runtime: .* needs backoffLimitPerIndex.*workers-runtime.yaml"
+    ):
+        require_runtime(read_runtime(), 60.0, copies=2)
     with pytest.raises(ConfigError, match="has no replicated job 'node'"):
         require_runtime({"metadata": {"name": "other"}, "spec": {"template": {"spec": {}}}}, grace_s=60.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from fake_kubernetes import TRAINJOBS
 from kubernetes_toys import KubernetesBench, kubernetes_bench, wait_until
 
 from draftworks.errors import LauncherError
+from draftworks.programs.failure import RankFailure
 from resources.kubernetes_scheduler import KubernetesScheduler
 from resources.torch_job import JobState
 
@@ -282,3 +284,47 @@ def test_the_list_has_what_lives_and_forgets_what_ended_long_ago(bench: Kubernet
     assert [seen.id for seen in bench.make_scheduler(keep_ended_hours=1e-9).list()] == [alive]
     wait_until(lambda: bench.cluster.store.get(TRAINJOBS, "dw-2") is None)
     scheduler.end(alive, 0.0)
+
+
+def test_copies_are_one_train_job_of_which_a_deleted_pod_comes_back_alone(bench: KubernetesBench) -> None:
+    scheduler, request = bench.make_scheduler(), bench.request("wait", copies=3)
+    id = scheduler.create(request)
+    bench.wait_for_start(0, 1, 2)
+    bench.wait_for(scheduler, id, JobState.RUNNING)
+    (bench.signs / "started1").unlink()
+    bench.cluster.delete_pod(1)
+    bench.wait_for_start(1)
+    assert (bench.signs / "saved1").exists()
+    assert not (bench.signs / "saved0").exists()
+    bench.wait_for(scheduler, id, JobState.RUNNING)
+    for copy in range(3):
+        bench.finish(copy)
+    seen = bench.wait_for_end(scheduler, id)
+    assert (seen.id, seen.state, seen.dead) == (id, JobState.SUCCEEDED, ()), seen.reason
+    for copy, starts in enumerate((1, 2, 1)):
+        assert request.files.of_copy(copy).log.read_text() == starts * f"copy {copy} does wait\n"
+        assert (request.files.of_copy(copy).ranks / "task").exists()
+    assert [path.name.split("-")[0] for path in (request.files.path / "earlier").iterdir()] == ["copy1"]
+    assert [event.kind for event in bench.cluster.store.events if event.plural == TRAINJOBS].count("ADDED") == 1
+
+
+def test_a_copy_whose_program_has_failed_is_not_started_again(bench: KubernetesBench) -> None:
+    scheduler, request = bench.make_scheduler(), bench.request("wait", copies=2)
+    id = scheduler.create(request)
+    bench.wait_for_start(0, 1)
+    error = request.files.of_copy(1).ranks / "none" / "error.json"
+    error.parent.mkdir()
+    error.write_text(json.dumps(RankFailure.of(ValueError("v"), rank=0).to_json()))
+    bench.finish(1, code=1)
+
+    def is_dead() -> bool:
+        seen = scheduler.look(id)
+        assert seen is not None
+        assert not seen.state.is_final
+        return [(each.number, each.lost) for each in seen.dead] == [(1, False), (1, False)]
+
+    wait_until(is_dead)
+    assert error.exists(), "what it has left stays to be read"
+    scheduler.end(id, 5.0)
+    assert (bench.signs / "saved0").exists()
+    bench.assert_nothing_left()

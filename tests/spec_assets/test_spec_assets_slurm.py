@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from slurm_cluster import SlurmCluster
 
 from draftworks.config.launchers import SlurmLauncherSpec
-from draftworks.config.run_files import StoreSpec, TrainRun
+from draftworks.config.run_files import CaptureRun, TrainRun
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.programs.failure import RankFailure
@@ -104,8 +104,8 @@ def test_the_graph_on_slurm_gives_the_local_draft_bit_for_bit(finished: Any, clu
 
 def read_features(site: Any) -> dict[str, dict[str, torch.Tensor]]:
     found = read_feature_set(ArtifactStore(site.var).load_current("training_features", "small").path)
-    (root,) = site.var.glob("features/*")
-    store = open_store(StoreSpec(root=root))
+    (run,) = site.var.glob("runs/*/training_features/run.yaml")
+    store = open_store(CaptureRun.load(run).store)
     try:
         return {ref.sample_id: {name: each.clone() for name, each in store.get(ref)[0].items()} for ref in found.refs}
     finally:

@@ -29,6 +29,7 @@ from fake_kubernetes import PODS, RUNTIMES, TRAINJOBS, FakeKubernetes, Object, n
 from resources.process_tree import MARK, ProcessTree, is_alive
 
 RUNTIME = Path(__file__).parents[2] / "deploy" / "kubernetes" / "training-runtime.yaml"
+WORKERS_RUNTIME = RUNTIME.with_name("workers-runtime.yaml")
 _TICK_S = 0.02
 
 
@@ -65,8 +66,8 @@ class FakeCluster(FakeKubernetes):
         self._ports: dict[str, int] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fake-controllers", daemon=True)
-        runtime = yaml.safe_load(RUNTIME.read_text())
-        self.store.write(RUNTIMES, runtime, "ADDED")
+        for file in (RUNTIME, WORKERS_RUNTIME):
+            self.store.write(RUNTIMES, yaml.safe_load(file.read_text()), "ADDED")
 
     def delete_pod(self, index: int = 0) -> None:
         """Delete a pod as a person with kubectl does."""
@@ -142,12 +143,45 @@ class FakeCluster(FakeKubernetes):
         if seconds is not None and time.time() - self._read_time(job["metadata"]["creationTimestamp"]) > seconds:
             self._delete_all(pods)
             self._set_condition(job, "Failed", True, "DeadlineExceeded", "TrainJob ran longer than its deadline")
+        elif (limit := self._read_job(job).get("backoffLimitPerIndex")) is not None:
+            self._judge_indexes(job, pods, limit)
         elif len(pods) < expected or any(pod["status"]["phase"] == "Failed" for pod in pods):
             name = job["metadata"]["name"]
             message = f"jobset failed due to one or more job failures (first failed job: {name}-node-0)"
             self._set_condition(job, "Failed", True, "FailedJobs", message)
         elif all(pod["status"]["phase"] == "Succeeded" for pod in pods):
             self._set_condition(job, "Complete", True, "AllJobsCompleted", "jobset completed successfully")
+
+    def _read_job(self, job: Object) -> Object:
+        """Return what a TrainJob's runtime says of the Job of its nodes."""
+        runtime = self.store.get(RUNTIMES, job["spec"]["runtimeRef"]["name"]) or {}
+        return find_node_job(runtime)["template"]["spec"]
+
+    def _judge_indexes(self, job: Object, pods: list[Object], limit: int) -> None:
+        """Start a pod again whose index has not succeeded, but for those that have failed for good."""
+        failed, left = [], 0
+        for index in range(job["spec"]["trainer"]["numNodes"]):
+            own = [pod for pod in pods if pod["metadata"]["labels"][INDEX] == str(index)]
+            phases = [pod["status"]["phase"] for pod in own]
+            if "Succeeded" in phases:
+                continue
+            if phases.count("Failed") > limit or any(map(self._fails_index, own)):
+                failed.append(index)
+                continue
+            left += 1
+            if phases.count("Failed") == len(own):
+                self._create_pod(job, index)
+        if failed and not left:
+            self._set_condition(job, "Failed", True, "FailedJobs", f"failed indexes: {failed}")
+        elif not left:
+            self._set_condition(job, "Complete", True, "AllJobsCompleted", "jobset completed successfully")
+
+    def _fails_index(self, pod: Object) -> bool:
+        runtime = yaml.safe_load(WORKERS_RUNTIME.read_text())
+        rules = find_node_job(runtime)["template"]["spec"]["podFailurePolicy"]["rules"]
+        (codes,) = [rule["onExitCodes"]["values"] for rule in rules if rule["action"] == "FailIndex"]
+        statuses = pod["status"].get("containerStatuses", ())
+        return any(each["state"].get("terminated", {}).get("exitCode") in codes for each in statuses)
 
     def _set_condition(self, job: Object, kind: str, holds: bool, reason: str, message: str) -> None:
         status = job.setdefault("status", {})
@@ -213,7 +247,7 @@ class FakeCluster(FakeKubernetes):
         job = pod["metadata"]["labels"][JOBSET]
         values = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "TMPDIR": str(folder)}
         values |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(self._find_port(job)), "POD_IP": "127.0.0.1"}
-        values["JOB_COMPLETION_INDEX"] = pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]
+        values["JOB_COMPLETION_INDEX"] = pod["metadata"]["labels"][INDEX]
         for each in container.get("env", ()):
             if "value" in each:
                 values[each["name"]] = expand(each["value"], values)
@@ -277,13 +311,19 @@ class FakeCluster(FakeKubernetes):
 
 
 JOBSET = "jobset.sigs.k8s.io/jobset-name"
+INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+def find_node_job(runtime: Object) -> Object:
+    """Return the replicated job of a runtime's nodes."""
+    (found,) = [each for each in runtime["spec"]["template"]["spec"]["replicatedJobs"] if each["name"] == "node"]
+    return found
 
 
 def build_pod(runtime: Object, job: Object, index: int) -> Object:
     """Return the pod of a TrainJob's node: the runtime's template with the trainer's settings and the patches."""
     name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
-    (replicated,) = [each for each in runtime["spec"]["template"]["spec"]["replicatedJobs"] if each["name"] == "node"]
-    spec = deepcopy(replicated["template"]["spec"]["template"]["spec"])
+    spec = deepcopy(find_node_job(runtime)["template"]["spec"]["template"]["spec"])
     (container,) = spec["containers"]
     container |= {key: deepcopy(trainer[key]) for key in ("image", "command", "args") if key in trainer}
     container["env"] = [*container.get("env", ()), *deepcopy(trainer.get("env", ()))]
@@ -295,7 +335,7 @@ def build_pod(runtime: Object, job: Object, index: int) -> Object:
             assert each.pop("name") == "node"
             container |= each
         spec |= more
-    labels = {JOBSET: name, "batch.kubernetes.io/job-completion-index": str(index)}
+    labels = {JOBSET: name, INDEX: str(index)}
     metadata = {"name": f"{name}-node-0-{index}", "namespace": job["metadata"]["namespace"], "labels": labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 

@@ -19,7 +19,7 @@ from resources.torch_job import JobState, RunDir, TorchJob
 _TORCHRUN = """\
 #!/bin/sh
 for task; do :; done
-echo "node ${JOB_COMPLETION_INDEX:-0} does $task"
+echo "${DRAFTWORKS_COPY:+copy }${DRAFTWORKS_COPY:-node ${JOB_COMPLETION_INDEX:-0}} does $task"
 mkdir -p "$PET_LOG_DIR" && echo "$task" >"$PET_LOG_DIR/task"
 touch "$SIGNS/started$JOB_COMPLETION_INDEX"
 case $task in
@@ -59,10 +59,12 @@ class KubernetesBench:
     def make_spec(self, **settings: Any) -> KubernetesLauncherSpec:
         return KubernetesLauncherSpec(**{**self.settings, **settings})
 
-    def request(self, task: str = "end", name: str = "dw-0123456789abcdef", nodes: int = 1, **rest: Any) -> JobRequest:
+    def request(
+        self, task: str = "end", name: str = "dw-0123456789abcdef", nodes: int = 1, copies: int = 1, **rest: Any
+    ) -> JobRequest:
         files = RunDir.create(self.var / "runs", "0123456789", 0)
         env = {"SIGNS": str(self.signs), "TORCHELASTIC_ERROR_FILE": str(files.error)}
-        job = TorchJob("toy", (task,), nodes=nodes)
+        job = TorchJob("toy", (task,), nodes=nodes, copies=copies)
         return JobRequest(name, job, env, files, claim=self.var / "result.partial" / "job.json", **rest)
 
     def finish(self, node: int = 0, code: int = 0) -> None:
