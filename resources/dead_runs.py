@@ -79,7 +79,10 @@ class DeadRuns:
 
 
 def release_dead_runs(
-    instance: dg.DagsterInstance, wait_s: float = 30.0, takes: Callable[[JobClaim], bool] = lambda claim: False
+    instance: dg.DagsterInstance,
+    wait_s: float = 30.0,
+    takes: Callable[[JobClaim], bool] = lambda claim: False,
+    ended_for_s: float = 0.0,
 ) -> DeadRuns:
     """Mark runs that hold pool slots as failed if their process is gone, and free the slots.
 
@@ -91,6 +94,7 @@ def release_dead_runs(
 
     Args:
         takes: whether the caller's run is about to wait for a claimed job itself: it needs the slot for that.
+        ended_for_s: how long ago a finished run must have ended, since its processes may end a little later.
     """
     storage = instance.event_log_storage
     if not storage.supports_global_concurrency_limits:
@@ -98,7 +102,10 @@ def release_dead_runs(
     deadline = time.monotonic() + wait_s
     released, unknown, kept = [], [], []
     for run_id in sorted(storage.get_concurrency_run_ids()):
-        run = instance.get_run_by_id(run_id)
+        record = instance.get_run_record_by_id(run_id)
+        run = None if record is None else record.dagster_run
+        if record is not None and record.end_time is not None and time.time() - record.end_time < ended_for_s:
+            continue
         if run is not None and not run.is_finished:
             process = RunProcess.from_tag(run_id, run.tags.get(TAG))
             dead = None if process is None else process.is_dead()

@@ -1,8 +1,9 @@
 """Sensors and schedules.
 
-They are off by default. `automation: true` in registry/deployment.yaml turns on the re-evaluation after changes and on
-schedule, and a launcher whose jobs live in a scheduler the sensor that ends those without a run; `retention.cron` turns
-on the schedule that prunes. A switch in the UI takes precedence.
+Those that start runs are off by default. `automation: true` in registry/deployment.yaml turns on the re-evaluation after
+changes and on schedule, and a launcher whose jobs live in a scheduler the sensor that ends those without a run;
+`retention.cron` turns on the schedule that prunes. The sensor that frees pool slots is on. A switch in the UI takes
+precedence.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dagster as dg
 
 from draftworks.targets.registry import Registry
 from sensors.orphans import make_orphan_sensor
+from sensors.pool_slots import make_pool_slot_sensor
 from sensors.pruning import make_prune_schedules
 from sensors.reevaluation import make_reevaluation_sensor
 from sensors.registry import make_registry_sensor
@@ -24,6 +26,7 @@ def make_sensors(registry: Registry) -> list[dg.SensorDefinition]:
         make_registry_sensor(registry.list_targets()),
         make_reevaluation_sensor(registry.list_targets(), status, deployment.reevaluation_interval_s),
         make_orphan_sensor(registry),
+        make_pool_slot_sensor(),
     ]
 
 

@@ -161,13 +161,19 @@ def test_the_charts_values_say_the_same_as_the_instance():
     assert {"granularity": pools["granularity"], "default_limit": pools["defaultLimit"]} == instance["concurrency"][
         "pools"
     ]
-    kept = instance["run_monitoring"]["free_slots_after_run_end_seconds"]
-    assert (monitoring["enabled"], monitoring["freeSlotsAfterRunEndSeconds"]) == (True, kept)
+    assert instance["run_monitoring"]["enabled"] is monitoring["enabled"] is True
     assert HELM["telemetry"] == instance["telemetry"]
     (code,) = HELM["dagster-user-deployments"]["deployments"]
     volumes = {volume["name"] for volume in code["volumes"]}
     assert {mount["name"] for mount in code["volumeMounts"]} == volumes
     assert {mount["mountPath"] for mount in code["volumeMounts"]} == {f"{IN_IMAGE}/registry", f"{IN_IMAGE}/var"}
+
+
+def test_the_daemon_frees_no_slots_that_jobs_of_ended_runs_use():
+    for path in (DEPLOY / "dagster.yaml", CHECKOUT / ".dagster" / "dagster.yaml"):
+        monitoring = yaml.safe_load(path.read_text())["run_monitoring"]
+        assert not monitoring.get("free_slots_after_run_end_seconds"), path
+    assert HELM["dagsterDaemon"]["runMonitoring"]["freeSlotsAfterRunEndSeconds"] == 0, "the chart's way to turn it off"
 
 
 def test_no_file_has_a_secret_in_it():
