@@ -10,11 +10,11 @@ The folder lies on the file system that all nodes share. A listing is enough to 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import shutil
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,10 +85,8 @@ class JobServers:
 
     def list_names(self) -> dict[ServerSlot, str]:
         """Return, for each server that is published, a name that changes with every start of it."""
-        with suppress(FileNotFoundError):
-            names = sorted(name for name in os.listdir(self.folder) if name.endswith(".json") and name[0] != ".")
-            return {ServerSlot(*map(int, name.split("-")[:2])): name for name in names}
-        return {}
+        names = sorted(name for name in self._list_folder() or () if name.endswith(".json") and name[0] != ".")
+        return {ServerSlot(*map(int, name.split("-")[:2])): name for name in names}
 
     def read_address(self, name: str) -> ServerAddress | None:
         """Return the address under a name of `list_names`; None if it was withdrawn meanwhile."""
@@ -115,10 +113,17 @@ class JobServers:
 
     def _has(self, name: str) -> bool:
         # A listing: a client of a network file system may remember for long that a single file is not there.
+        names = self._list_folder()
+        return name == _OVER if names is None else name in names
+
+    def _list_folder(self) -> list[str] | None:
+        """Return the names in the folder; None if rank 0 has removed it, as it does at the end."""
         try:
-            return name in os.listdir(self.folder)
-        except FileNotFoundError:  # rank 0 has removed it and ends
-            return name == _OVER
+            return os.listdir(self.folder)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return None
+            raise
 
     def _list_files(self, slot: ServerSlot) -> list[Path]:
         return list(self.folder.glob(f"{slot.rank}-{slot.number}-*.json"))

@@ -10,7 +10,7 @@ import pytest
 
 from draftworks.endpoints.circuit_breaker import BreakerState, CircuitBreaker
 from draftworks.endpoints.load_balancer import LoadBalancer
-from draftworks.errors import CaptureError, EngineError
+from draftworks.errors import CaptureError, EngineError, PassingTroubleError
 
 GENEROUS_S = 60
 
@@ -204,3 +204,34 @@ def test_those_who_wait_for_room_at_a_server_that_is_held_are_told_that_none_is_
             go.set()
             spread.release("a")
         assert busy.result(GENEROUS_S) == "a"
+
+
+def test_a_far_server_is_asked_while_no_near_one_has_room():
+    spread, go = make_balancer("near", "far", limit=2, far=["far"]), threading.Event()
+    started = threading.Semaphore(0)
+
+    def work(name: str) -> str:
+        started.release()
+        go.wait(GENEROUS_S)
+        return name
+
+    assert [spread.run(make_work()) for _ in range(3)] == ["near"] * 3
+    with ThreadPoolExecutor(3) as pool:
+        busy = []
+        for _ in range(3):
+            busy.append(pool.submit(spread.run, work))
+            assert started.acquire(timeout=GENEROUS_S)
+        go.set()
+        assert [each.result(GENEROUS_S) for each in busy] == ["near", "near", "far"]
+    assert spread.run(make_work("near")) == "far"
+
+
+def test_trouble_that_passes_stays_what_it_is_while_no_other_server_is_there():
+    spread = make_balancer("a", "b")
+    spread.hold("b")
+
+    def work(name: str) -> str:
+        raise PassingTroubleError(f"{name} is busy")
+
+    with pytest.raises(PassingTroubleError, match="a is busy"):
+        spread.run(work)

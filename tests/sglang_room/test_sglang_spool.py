@@ -49,6 +49,21 @@ def test_parts_come_in_the_order_of_their_tokens(tmp_path: Path):
     assert [part.start for part in take_parts(tmp_path, request_id)] == [0, 8, 16]
 
 
+def test_a_reader_on_another_host_changes_the_folder_before_it_lists_it_and_leaves_nothing(tmp_path: Path):
+    """A client of a network file system lists a folder anew after it has changed it."""
+    source, request_id = SpoolSource(tmp_path / "spool", remote=True), make_request_id()
+    source.discard([request_id])  # of a server that is being started again
+    (tmp_path / "spool").mkdir()
+    os.utime(tmp_path / "spool", ns=(0, 0))
+    source.discard([request_id])
+    assert (tmp_path / "spool").stat().st_mtime_ns > 0
+    part = random_part()
+    write_part(tmp_path / "spool", request_id, part)
+    ((found,),) = source.take([AnsweredRequest(request_id)], 5)
+    assert torch.equal(found.last, part.last)
+    assert not list((tmp_path / "spool").iterdir())
+
+
 def test_requests_do_not_see_each_other(tmp_path: Path):
     ours, theirs = make_request_id(), make_request_id()
     write_part(tmp_path, theirs, random_part())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import psutil
@@ -48,8 +47,12 @@ def ranks(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) ->
     with ThreadPoolExecutor(2) as pool:
         engines = list(pool.map(load, range(2)))
     yield engines
-    for engine in engines:
-        engine.close()
+    close_all(engines)
+
+
+def close_all(engines: Sequence[SGLangEngine]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(SGLangEngine.close, engines))
 
 
 def host_of(engine: SGLangEngine) -> JobHost:
@@ -121,12 +124,11 @@ def test_a_rank_whose_server_died_goes_on_with_the_others_and_has_it_again(ranks
     assert own.is_running
 
 
-def test_nothing_of_a_closed_rank_is_left(ranks):
-    second = ranks[1]
-    (own,) = host_of(second)._own
-    process, servers = psutil.Process(own.pid), host_of(second)._servers
+def test_nothing_of_closed_ranks_is_left(ranks):
+    servers = host_of(ranks[0])._servers
     assert {slot.rank for slot in servers.list_names()} == {0, 1}
-    second.close()
-    assert ends(process, within_s=60)
-    assert {slot.rank for slot in servers.list_names()} == {0}
-    assert not list(Path(host_of(second).spool).glob("*"))
+    processes = [psutil.Process(host_of(engine)._own[0].pid) for engine in ranks]
+    close_all(ranks)
+    assert all(ends(process, within_s=60) for process in processes)
+    assert servers.list_names() == {}
+    assert not any(host_of(engine).spool.exists() for engine in ranks)
