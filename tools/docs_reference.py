@@ -116,7 +116,14 @@ def render_cli_page() -> list[str]:
     for name in command.list_commands(context):
         each = command.commands[name]
         words = " ".join(word for parameter in each.params for word in _render_usage(parameter))
-        lines += ["", f"## draftworks {name}", "", "```text", f"draftworks {name} {words}".rstrip(), "```", ""]
+        usage = textwrap.wrap(
+            f"draftworks {name} {words}",
+            WIDTH,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += ["", f"## draftworks {name}", "", "```text", *usage, "```", ""]
         lines += [line for paragraph in (each.help or "").split("\n\n") for line in [*_wrap(paragraph), ""]]
         for parameter in each.params:
             lines += _wrap(

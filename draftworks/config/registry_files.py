@@ -21,6 +21,7 @@ from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLaun
 from draftworks.config.object_storage import ObjectStorageSpec, PublishSpec
 from draftworks.config.responses import ResponseSpec
 from draftworks.config.retention import RetentionSpec
+from draftworks.config.service import ServiceSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
 from draftworks.config.streaming import StreamingSpec, StreamSteps, count_steps
@@ -287,6 +288,9 @@ class TargetSpec(Spec):
     )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     gates: GateSpec = Field(default_factory=GateSpec)
+    service: ServiceSpec | None = Field(
+        default=None, description="Puts drafts into service by a rule; null: there is no asset for it."
+    )
     strategies: dict[str, StrategyEntry] = Field(default_factory=lambda: {"eagle3": StrategyEntry()})
 
     @field_validator("name", "dataset")
@@ -297,6 +301,16 @@ class TargetSpec(Spec):
     @property
     def is_hub(self) -> bool:
         return self.revision is not None
+
+    @model_validator(mode="after")
+    def _check_margins(self) -> TargetSpec:
+        unknown = [] if self.service is None else sorted(self.service.margins.keys() - {"heldout", *self.evals})
+        if unknown:
+            raise ValueError(
+                f"service.margins.{unknown[0]}: the target is not measured on that eval set; there are: "
+                f"{', '.join(['heldout', *self.evals])}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_commits(self) -> TargetSpec:

@@ -35,6 +35,7 @@ from draftworks.config.registry_files import (
 )
 from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.retention import RetentionSpec
+from draftworks.config.service import HookSpec, ServiceSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
 from draftworks.config.strategies import list_strategies, resolve_strategy
@@ -43,6 +44,7 @@ from draftworks.targets.registry import Registry, resolve_recipe
 
 SERVER = CaptureSpec(backend="sglang_server")
 CUSTOM = CustomEngineSpec(entry_point="a:b", engine="mine")
+HOOK = HookSpec(command=["true"])
 ENDPOINT = EndpointSpec(base_urls=["http://127.0.0.1:1/v1"], server="vllm")
 
 
@@ -170,8 +172,9 @@ SETTINGS = [
         TARGET,
         of_target,
         {"max_length", "data", "responses", "capture", "evals", "evaluation", "strategies"},
-        {"name", "description", "gates", "streaming", "launcher", *BY_CONTENT},
+        {"name", "description", "gates", "service", "streaming", "launcher", *BY_CONTENT},
         {
+            "service": ServiceSpec(),
             "gates": GateSpec(not_worse="error"),
             "streaming": StreamingSpec(),
             "data": DataSpec(only_last_turn=True),
@@ -205,6 +208,20 @@ SETTINGS = [
         lambda gates: of_target(TARGET.model_copy(update={"gates": gates})),
         set(),
         {"loss_falls", "beats_baselines", "not_worse", "agrees_with_walk", "answers_finished"},
+    ),
+    Settings(
+        ServiceSpec(),
+        lambda service: of_target(TARGET.model_copy(update={"service": service})),
+        set(),
+        {"margin", "margins", "least_prompts", "automatic", "hook"},
+        {"hook": HOOK, "margins": {"heldout": 0.01}},
+    ),
+    Settings(
+        HOOK,
+        lambda hook: of_target(TARGET.model_copy(update={"service": ServiceSpec().model_copy(update={"hook": hook})})),
+        set(),
+        {"command", "url", "api_key_env", "timeout_s", "attempts", "pause_s"},
+        {"command": None, "url": "https://a", "api_key_env": "KEY"},
     ),
     Settings(
         StreamingSpec(),

@@ -1,0 +1,319 @@
+"""Puts drafts into service and takes them back: judged by the rule, replaced by compare-and-swap."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.service import ServiceSpec
+from draftworks.evaluation.report.comparison import compare_reports
+from draftworks.service.candidate import Candidate, RefusedError, find_candidate
+from draftworks.service.record import Canary, EvalFigures, InService
+from draftworks.service.register import ConflictError, ServiceRegister
+from draftworks.service.resolve import require_present
+from draftworks.service.rule import (
+    CONFIDENCE,
+    Compared,
+    Margins,
+    Ranked,
+    Verdict,
+    describe_figures,
+    judge_eval_set,
+    rank_earlier,
+    was_measured,
+)
+from draftworks.service.states import Accepted, forget_accepted, save_accepted
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.asset_names import of_strategy
+from draftworks.storage.records import ReportIdentity
+
+
+@dataclass(frozen=True)
+class Request:
+    """What somebody asks for.
+
+    Attributes:
+        why: reason, for the record.
+        expected: digest of the draft that is to be replaced; None: the one that is in service when it is asked.
+        force: overrules the rule; gates, weights of the target and files are checked all the same.
+        share: of a canary; None for all requests.
+    """
+
+    who: str
+    why: str = ""
+    expected: str | None = None
+    force: bool = False
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A candidate with what the rule says of it.
+
+    Attributes:
+        current: the record in service while it was judged.
+    """
+
+    candidate: Candidate
+    current: InService | None
+    figures: tuple[EvalFigures, ...]
+
+    @property
+    def accepted(self) -> bool:
+        return all(Verdict(one.verdict).accepts for one in self.figures)
+
+    @property
+    def is_in_service(self) -> bool:
+        """Whether the candidate gets all requests already, as it is exported now."""
+        now, served = self.current, self.candidate.served
+        if now is None or now.canary is not None:
+            return False
+        return (now.draft.digest, now.draft.formats) == (served.digest, served.formats)
+
+    def describe(self) -> str:
+        return "\n".join(describe_figures(one) for one in self.figures)
+
+
+@dataclass(frozen=True)
+class Service:
+    """The drafts of one strategy of a target, and the one in service.
+
+    Attributes:
+        files: the target as it is now.
+    """
+
+    target: TargetSpec
+    files: TargetFiles
+    strategy: str
+    artifacts: ArtifactStore
+
+    @property
+    def register(self) -> ServiceRegister:
+        return ServiceRegister(self.artifacts.root, self.target.name, self.strategy)
+
+    @property
+    def settings(self) -> ServiceSpec:
+        return self.target.service or ServiceSpec()
+
+    def judge(self, digest: str | None = None) -> Judgement:
+        """Judge a draft, the newest one by default.
+
+        Raises:
+            RefusedError: it cannot be put into service, whatever the rule says.
+        """
+        candidate = find_candidate(self.artifacts, self.target, self.files, self.strategy, digest)
+        history = self.register.read_history()
+        figures = tuple(self._judge_on(name, candidate, history) for name in candidate.eval_sets)
+        return Judgement(candidate, history[-1] if history else None, figures)
+
+    def promote(self, judgement: Judgement, request: Request) -> InService:
+        """Put a judged draft into service, or give it a share of the requests; return the record.
+
+        Raises:
+            RefusedError: the rule does not accept it, or a canary has nothing to stand beside.
+            ConflictError: another draft was put into service meanwhile, or another one than expected is.
+        """
+        if judgement.current is not None and judgement.is_in_service and request.share is None:
+            self._require_expected(request, judgement.current)
+            return judgement.current
+        if not judgement.accepted and not request.force:
+            raise RefusedError(self._explain_refusal(judgement))
+        if not judgement.accepted and not request.why:
+            raise RefusedError("the rule is only overruled with a reason, for the record: --why")
+        if request.share is not None and not 0 < request.share < 1:
+            raise RefusedError(f"a canary's share: expected a number between 0 and 1, found {request.share:g}")
+        if request.share is not None and judgement.current is None:
+            raise RefusedError("a canary stands beside a draft in service, and there is none: promote one first")
+        seen = judgement.current
+        served = judgement.candidate.served
+        if judgement.accepted:
+            save_accepted(self.register, Accepted.of(seen, judgement.candidate.served.digest, judgement.figures))
+
+        def make(now: InService | None) -> InService:
+            if (now and now.number) != (seen and seen.number):
+                raise ConflictError(
+                    f"target {self.target.name}, {self.strategy}: another draft was put into service while this one was "
+                    "judged: nothing is changed, ask again"
+                )
+            require_present(self.artifacts.root, served)
+            if request.share is not None and now is not None:
+                if now.draft.digest == served.digest:
+                    raise RefusedError(f"draft {served.digest} is in service: it cannot be its own canary")
+                made = self._follow(now, "canary", request, judgement)
+                return replace(made, canary=Canary(served, request.share))
+            made = replace(self._follow(now, "promote", request, judgement), draft=served)
+            if now is None or now.draft.digest == served.digest:  # the same draft, exported again
+                return made
+            return replace(made, previous=now.draft.digest, rollback_to=now.number)
+
+        done = self.register.replace(self._expect(request, seen), make)
+        assert done is not None
+        forget_accepted(self.register)
+        return done
+
+    def rollback(self, request: Request, digest: str | None = None) -> InService:
+        """Take back the last promotion: end a canary, or put the draft before into service; return the record.
+
+        Args:
+            digest: a draft that was in service before; by default the one that the last promotion replaced.
+
+        Raises:
+            RefusedError: there is nothing to go back to, its export is gone or damaged, or it was trained for other
+                weights than the target has (unless forced).
+        """
+        history = self.register.read_history()
+        if not history:
+            raise RefusedError(
+                f"target {self.target.name} has no {self.strategy} draft in service: nothing to take back"
+            )
+        seen = history[-1]
+        goal = None if seen.canary is not None and digest is None else self._find_goal(history, digest)
+        if goal is not None:
+            self._require_usable(goal, history, request)
+
+        def make(now: InService | None) -> InService:
+            if now is None or now.number != seen.number:
+                raise ConflictError(
+                    f"target {self.target.name}, {self.strategy}: another draft was put into service meanwhile: nothing is "
+                    "changed, ask again"
+                )
+            if goal is None:
+                return replace(self._follow(now, "end_canary", request, None), figures=())
+            require_present(self.artifacts.root, goal.draft)
+            made = self._follow(now, "rollback", request, None)
+            return replace(made, draft=goal.draft, previous=now.draft.digest, rollback_to=goal.rollback_to, figures=())
+
+        done = self.register.replace(self._expect(request, seen), make)
+        assert done is not None
+        forget_accepted(self.register)
+        return done
+
+    def _judge_on(self, eval_set: str, candidate: Candidate, history: Sequence[InService]) -> EvalFigures:
+        target_digest = self.files.digest
+        ranked = rank_earlier(history, target_digest, eval_set)
+        compared: dict[str, Compared] = {}
+        weights = {record.draft.digest: record.draft.weights for record in history}
+        for earlier in ranked:
+            compared[earlier.digest] = self._compare(eval_set, candidate, earlier, weights[earlier.digest])
+            if compared[earlier.digest].paired is not None:
+                break
+        margins = Margins(self.settings.select_margin(eval_set), self.settings.least_prompts)
+        return judge_eval_set(eval_set, ranked, compared, margins, was_measured(history, target_digest, eval_set))
+
+    def _compare(self, eval_set: str, candidate: Candidate, earlier: Ranked, weights: str) -> Compared:
+        """Compare with the newest report of a draft's weights that has prompts in common."""
+        reason = f"draft {earlier.digest} has no report any more"
+        for report in self._list_reports(weights):
+            found = compare_reports(self.artifacts, candidate.report, report, eval_set, CONFIDENCE)
+            if found.paired is not None:
+                return Compared(found.paired, found.new, found.old)
+            reason = f"draft {earlier.digest}: {found.reason}"
+        return Compared(reason=reason)
+
+    def _list_reports(self, weights: str) -> list[Artifact]:
+        reports = self.artifacts.list_all(of_strategy(self.strategy).report, self.target.name)
+        return [report for report in reports if ReportIdentity.of(report).draft == weights]
+
+    def _explain_refusal(self, judgement: Judgement) -> str:
+        refused = [describe_figures(one) for one in judgement.figures if not Verdict(one.verdict).accepts]
+        undecided = any(one.verdict == Verdict.UNDECIDED for one in judgement.figures)
+        todo = (
+            "Measure on more prompts, or on the prompts of the draft before; or"
+            if undecided
+            else "Train a better draft, or"
+        )
+        return (
+            f"target {self.target.name}, {self.strategy}: draft {judgement.candidate.served.digest} is not promoted, "
+            f"nothing is changed:\n" + "\n".join(refused) + f"\n{todo} overrule the rule with --force --why REASON"
+        )
+
+    def _follow(self, now: InService | None, action: str, request: Request, judgement: Judgement | None) -> InService:
+        """Return the record after `now` with the same draft and no canary."""
+        draft = now.draft if now is not None else judgement.candidate.served if judgement is not None else None
+        assert draft is not None
+        return InService(
+            number=1 if now is None else now.number + 1,
+            target=self.target.name,
+            strategy=self.strategy,
+            action=action,  # pyright: ignore[reportArgumentType] - one of the literals
+            draft=draft,
+            previous=None if now is None else now.previous,
+            rollback_to=None if now is None else now.rollback_to,
+            who=request.who,
+            when=datetime.now(UTC).isoformat(timespec="seconds"),
+            why=request.why,
+            forced=request.force and (judgement is None or not judgement.accepted),
+            figures=() if judgement is None else judgement.figures,
+        )
+
+    def _require_expected(self, request: Request, now: InService) -> None:
+        if request.expected not in (None, now.draft.digest):
+            raise ConflictError(
+                f"target {self.target.name}, {self.strategy}: expected draft {request.expected} in service, found draft "
+                f"{now.draft.digest}: nothing is changed"
+            )
+
+    def _expect(self, request: Request, seen: InService | None) -> str | None:
+        return request.expected if request.expected is not None else None if seen is None else seen.draft.digest
+
+    def _find_goal(self, history: Sequence[InService], digest: str | None) -> InService:
+        seen = history[-1]
+        if digest is None:
+            found = next((one for one in history if one.number == seen.rollback_to), None)
+            if found is None:
+                raise RefusedError(
+                    f"target {self.target.name}, {self.strategy}: draft {seen.draft.digest} is the first one: there is "
+                    "nothing to go back to"
+                )
+            return found
+        if digest == seen.draft.digest:
+            raise RefusedError(f"draft {digest} is in service already: nothing is changed")
+        known = [one for one in history if one.draft.digest == digest]
+        if not known:
+            there = dict.fromkeys(one.draft.digest for one in history[:-1])
+            raise RefusedError(
+                f"draft {digest} was never in service for {self.target.name}, {self.strategy}; these were: "
+                f"{', '.join(there) or 'none'}. Put another one into service with draftworks promote"
+            )
+        return known[-1]
+
+    def _require_usable(self, goal: InService, history: Sequence[InService], request: Request) -> None:
+        """Raise RefusedError unless the draft of a former record can serve again."""
+        draft = goal.draft
+        root = self.artifacts.root
+        export = next(
+            (
+                one
+                for one in self.artifacts.list_all(of_strategy(self.strategy).export, self.target.name)
+                if one.path.relative_to(root).as_posix() == draft.path and one.data_version == draft.version
+            ),
+            None,
+        )
+        damage = None if export is None else export.find_damage(self.artifacts.digests.of_file)
+        if export is None or damage is not None:
+            there = {one.draft.digest for one in history if (root / one.draft.path).is_dir()} - {draft.digest}
+            raise RefusedError(
+                f"draft {draft.digest}: its export {root / draft.path} "
+                f"{'is not there any more: it was pruned' if export is None else f'is damaged ({damage})'}. Nothing is "
+                f"changed. Still there of those that were in service: {', '.join(sorted(there)) or 'none'}"
+            )
+        if draft.target_digest != self.files.digest and not request.force:
+            raise RefusedError(
+                f"draft {draft.digest} was trained for the weights {draft.target_digest}, the target's are "
+                f"{self.files.digest} now. Nothing is changed. --force puts it into service all the same"
+            )
+
+
+def name_user() -> str:
+    """Return who asks where nothing else is said: user and host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

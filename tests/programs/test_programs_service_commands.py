@@ -1,0 +1,74 @@
+"""`draftworks promote`, `rollback` and `in-service`, as a user and a server's start script call them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from service_site import ServiceSite
+from typer.testing import CliRunner
+
+from draftworks.programs.cli import app
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> ServiceSite:
+    return ServiceSite(tmp_path)
+
+
+def call(site: ServiceSite, *words: str) -> Result:
+    return CliRunner().invoke(app, [words[0], "small", "eagle3", *words[1:], "--registry", str(site.registry)])
+
+
+def test_a_draft_goes_into_service_and_back(site: ServiceSite):
+    assert "draftworks promote small eagle3" in call(site, "in-service").stderr
+    first = site.publish("a", 1.0)
+    assert f"draft {first}: accepted; nothing is changed" in call(site, "promote", "--dry-run").stdout
+    assert call(site, "promote", "--who", "ann", "--why", "the first").exit_code == 0
+    second = site.publish("b", 1.5)
+    assert call(site, "promote").exit_code == 0
+    shown = call(site, "in-service", "--history").stdout
+    assert f"1. promote: draft {first}" in shown
+    assert f"draft {second}: promoted" in shown
+    assert "by ann" in shown
+    assert "+0.500" in shown
+    assert Path(call(site, "in-service", "--folder").stdout.strip()).joinpath("model.safetensors").exists()
+    assert call(site, "rollback", "--why", "slower").exit_code == 0
+    assert f"rollback: draft {first}" in call(site, "in-service").stdout
+
+
+def test_a_refusal_ends_with_its_figures_and_exit_code_1(site: ServiceSite):
+    site.publish("a", 1.0)
+    call(site, "promote")
+    site.publish("b", 0.5)
+    refused = call(site, "promote")
+    assert refused.exit_code == 1
+    assert "worse: -0.500" in refused.stderr
+    assert call(site, "promote", "--force").exit_code == 1
+    assert "the rule was overruled: for a test" in call(site, "promote", "--force", "--why", "for a test").stdout
+
+
+def test_a_canary_is_shown_with_its_share(site: ServiceSite):
+    site.publish("a", 1.0)
+    call(site, "promote")
+    second = site.publish("b", 1.0)
+    assert f"canary {second} gets 25% of the requests" in call(site, "promote", "--canary", "0.25").stdout
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [("raise SystemExit(1)", 1), ("pass", 0)])
+def test_the_hook_decides_the_exit_code_and_not_what_is_in_service(tmp_path: Path, code: str, exit_code: int):
+    hook = {"command": [sys.executable, "-c", code], "attempts": 1}
+    site = ServiceSite(tmp_path, entry={"service": {"hook": hook}})
+    site.publish("a", 1.0)
+    assert call(site, "promote").exit_code == exit_code
+    assert site.open().register.require().number == 1
+    entry = yaml.safe_load((site.registry / "targets" / "small.yaml").read_text())
+    digest = site.open().register.require().draft.digest
+    entry["service"]["hook"]["command"] = ["echo", f'{{"confirmed": "{digest}"}}']
+    (site.registry / "targets" / "small.yaml").write_text(yaml.safe_dump(entry))
+    again = call(site, "promote")
+    assert again.exit_code == 0
+    assert ("has confirmed" in again.stdout) == bool(exit_code)  # one that has succeeded is not called again
