@@ -118,7 +118,7 @@ class ServiceRegister:
                 raise StoreError(f"{self.folder}: a record of number {made.number} cannot follow")
             if current is not None:
                 self._archive(current)
-            _sweep(self.folder)
+            _sweep(self.folder, f".{RECORD}.*.tmp")
             lease.confirm()
             publish_json(self.folder / RECORD, made.to_json())
             return made
@@ -127,7 +127,7 @@ class ServiceRegister:
         """Copy a record to the history, whole or not at all; one that is there already is left."""
         folder = self.folder / HISTORY
         folder.mkdir(exist_ok=True)
-        _sweep(folder)
+        _sweep(folder, "*.tmp")
         final = folder / f"{record.number:0{DIGITS}}.json"
         if final.exists():
             return
@@ -161,9 +161,10 @@ class ServiceRegister:
         return found
 
 
-def _sweep(folder: Path) -> None:
-    """Remove the staging files of processes that were killed. The caller holds the lease."""
-    for leftover in folder.glob("*.tmp"):
+def _sweep(folder: Path, pattern: str) -> None:
+    """Remove staging files of processes that were killed: those that are only written under the lease, which the caller
+    holds."""
+    for leftover in folder.glob(pattern):
         leftover.unlink(missing_ok=True)
 
 
