@@ -13,6 +13,7 @@ import dagster as dg
 
 from draftworks.config.run_files import WORKER_FIGURES, SharedRun
 from resources.companions import Companion
+from resources.job_claims import CLAIM
 from resources.torch_launcher import JobResult, TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import launch, make_companion
@@ -47,7 +48,8 @@ def launch_workers(
     outs = [together / str(number) if is_array else shared / f"{program}-{number}" for number in numbers]
     for out in outs:
         out.mkdir(parents=True, exist_ok=True)
-        (out / WORKER_FIGURES).unlink(missing_ok=True)
+        if not list(shared.glob(f"{program}-*{CLAIM}")):  # else it may have ended with nobody to read its figures
+            (out / WORKER_FIGURES).unlink(missing_ok=True)
 
     def make_worker(number: int, out: Path, copies: int = 1, restarts: int = 0) -> Companion:
         own, name = run.model_copy(update={"worker": number, "out": out}), out.name

@@ -14,6 +14,8 @@ import dagster as dg
 import psutil
 import pytest
 import yaml
+from launcher_contract import PATIENCE_S, wait_until
+from toy_cluster import ToyCluster, pausing
 
 from draftworks.config.run_files import ProduceRun, StreamPlace
 from draftworks.dataflow.controller import DataFlowController
@@ -126,3 +128,28 @@ def test_kills_of_the_control_server_a_producer_and_a_rank_change_nothing(planne
     assert read_draft(site).data_version == undisturbed
     assert not list((site.var / "streams").rglob("*.safetensors"))
     assert not list((site.var / "streams").rglob("*.sqlite*"))
+
+
+@pytest.mark.slow
+def test_a_stream_in_a_scheduler_is_taken_over_from_a_killed_run(planned, undisturbed, tmp_path: Path):
+    """The control server ends with its run, and is started again where trainer and producers look for it."""
+    cluster = ToyCluster.create(planned.copy(tmp_path))
+    jobs = [("eagle3_draft", ""), ("eagle3_draft", "produce")]
+    try:
+        run = cluster.start("eagle3_draft", eagle3_draft={"training": LONG})
+        wait_until(lambda: Stream(cluster.site).read_acked_step() >= 2)
+        with pausing(lambda: cluster.find_ranks("train")):
+            cluster.kill_run(run, "eagle3_draft")
+        before = [cluster.require_claim(*job).owner for job in jobs]
+        following = cluster.start("target_model", "eagle3_draft", eagle3_draft={"training": LONG})
+        assert following.wait(PATIENCE_S) == 0, cluster.log.read_text()
+        assert len(before) == len(cluster.scheduler.look_at_all()), "no job was made a second time"
+        lines = cluster.read_lines(cluster.list_runs()[-1].run_id)
+        assert sum("it is waited for" in line for line in lines) == len(jobs)
+        assert [session["from_step"] for session in read_draft(cluster.site).summary["sessions"]] == [0]
+        assert read_draft(cluster.site).data_version == undisturbed
+        assert read_draft(cluster.site).summary["stream"]["captured_samples"] > 0
+        assert not list((cluster.site.var / "streams").rglob("*.sqlite*"))
+        assert cluster.list_left() == []
+    finally:
+        cluster.clean_up()

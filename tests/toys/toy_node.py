@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,8 @@ def write_json(path: Path, value: Any) -> None:
 def start_ranks(job: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
     """Start the ranks with the environment that torchrun gives them, without its long start."""
     ranks = []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     for rank in range(job["procs"]):
         own = Path(job["ranks"]) / str(rank)
         own.mkdir(parents=True)
@@ -35,6 +38,10 @@ def start_ranks(job: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
             "RANK": rank,
             "LOCAL_RANK": rank,
             "WORLD_SIZE": job["procs"],
+            "LOCAL_WORLD_SIZE": job["procs"],
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": False,
             "TORCHELASTIC_ERROR_FILE": own / "error.json",
         }
         with open(job["log"], "ab") as log:
