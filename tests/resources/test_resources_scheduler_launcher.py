@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import dagster as dg
@@ -21,12 +21,14 @@ from launcher_harnesses import ToyHarness
 from toy_scheduler import ToyScheduler
 
 from draftworks.errors import ConfigError, LauncherError
+from draftworks.programs.failure import RankFailure
 from resources.dead_runs import JOB_TAG, TAG, DeadRuns, release_dead_runs
 from resources.deployment_launcher import make_deployment_launcher
 from resources.job_claims import JobClaim, end_abandoned_job, is_taken_over
 from resources.process_place import RunProcess
-from resources.scheduler import JobRequest
-from resources.torch_job import JobState, RunDir
+from resources.scheduler import DeadCopy, JobRequest, Scheduler, SeenJob
+from resources.scheduler_launcher import ScheduledJob, SchedulerLauncher
+from resources.torch_job import JobState, RunDir, TorchJob
 
 
 @pytest.fixture
@@ -270,3 +272,79 @@ def test_a_step_whose_run_dies_leaves_its_job_to_the_next_run(harness: ToyHarnes
     wait_until_up(harness)
     assert JobClaim.read(harness.claim).job_id == "0001"
     assert "goes on, and the next run waits for it" in (tmp_path / "log").read_text()
+
+
+@dataclass
+class ScriptedScheduler(Scheduler):
+    """Says of its one array what a test has written into `seen`."""
+
+    seen: SeenJob
+    refusal: str = ""
+    restarted: list[int] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    engine = "scripted"
+    has_arrays = True
+
+    def create(self, request: JobRequest) -> str:
+        return "7"
+
+    def find(self, name: str) -> SeenJob | None:
+        return None
+
+    def look(self, id: str) -> SeenJob | None:
+        return self.seen
+
+    def end(self, id: str, grace_s: float) -> None:
+        self.ended.append(id)
+
+    def restart(self, id: str, copy: int) -> None:
+        self.restarted.append(copy)
+        if self.refusal:
+            raise LauncherError(self.refusal)
+
+    def list(self) -> list[SeenJob]:
+        return [self.seen]
+
+
+def submit(launcher: SchedulerLauncher, job: TorchJob, files: RunDir) -> ScheduledJob:
+    """Submit a job that this process has claimed."""
+    job.identity.claim.parent.mkdir()
+    owner = RunProcess.of("0" * 8, os.getpid())
+    JobClaim.begin(job.identity.name, "", files, owner, job.launcher).publish(job.identity.claim)
+    return launcher.submit(job, {}, files)
+
+
+@pytest.mark.parametrize("refusal", ["", "Slurm: invalid job id"], ids=["taken", "refused"])
+def test_a_dead_copy_is_started_again_and_one_that_failed_ends_all(harness: ToyHarness, refusal: str):
+    running = SeenJob("7", "dw-1", JobState.RUNNING)
+    scheduler = ScriptedScheduler(running, refusal)
+    launcher = SchedulerLauncher(settings=json.dumps(harness.make_settings(poll_interval_s=1e-6)), files_lag_s=0.0)
+    launcher.__dict__["scheduler"] = scheduler
+    job = replace(make_job(harness, "steps"), copies=3)
+    files = RunDir(harness.folder)
+    handle = submit(launcher, job, files)
+    assert launcher.has_arrays(job.launcher)
+
+    def poll(state: JobState, *dead: DeadCopy) -> JobState:
+        scheduler.seen = replace(running, state=state, dead=dead)
+        return launcher.poll(handle).state
+
+    assert poll(JobState.RUNNING) is JobState.RUNNING
+    killed = DeadCopy(1, "0")
+    assert poll(JobState.RUNNING, killed) is JobState.RUNNING
+    assert poll(JobState.RUNNING, killed) is JobState.RUNNING
+    assert scheduler.restarted == [1], "once for each death"
+    error = files.of_copy(2).ranks / "error.json"
+    error.parent.mkdir(parents=True)
+    error.write_text(json.dumps(RankFailure.of(ValueError("v"), rank=0).to_json()))
+    assert scheduler.ended == []
+    assert poll(JobState.RUNNING, killed, DeadCopy(2, "0")) is JobState.FAILED
+    assert (scheduler.ended, scheduler.restarted) == (["7"], [1])
+    assert "copy 2 failed" in handle.status.reason
+
+
+def test_copies_that_have_all_ended_well_need_no_report(harness: ToyHarness):
+    launcher = SchedulerLauncher(settings=json.dumps(harness.make_settings(poll_interval_s=1e-6)), files_lag_s=60.0)
+    launcher.__dict__["scheduler"] = ScriptedScheduler(SeenJob("7", "dw-1", JobState.SUCCEEDED))
+    job, files = replace(make_job(harness, "steps"), copies=2), RunDir(harness.folder)
+    assert launcher.poll(submit(launcher, job, files)).state is JobState.SUCCEEDED

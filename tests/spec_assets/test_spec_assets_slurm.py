@@ -171,7 +171,7 @@ def test_two_nodes_train_what_one_does(finished: Any, shard_within: str, cluster
 
 
 def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster: SlurmCluster, tmp_path: Path):
-    run = write_run(finished, tmp_path / "out", epochs=40.0, save_every=10, log_every=5)
+    run = write_run(finished, tmp_path / "out", epochs=16.0, save_every=10, log_every=5)
     run.out.mkdir()
     file = run.save(tmp_path / "run.yaml")
     own = {"kind": "slurm", "commands": str(cluster.commands), "poll_interval_s": 0.2, "nodes": 2, "min_nodes": 1}
