@@ -123,6 +123,11 @@ class Work:
     def read_messages(self, run_id: str) -> str:
         return "\n".join(entry.user_message for entry in self.instance.all_logs(run_id))
 
+    def read_errors(self, run_id: str) -> str:
+        events = [entry.dagster_event for entry in self.instance.all_logs(run_id)]
+        found = [getattr(event.event_specific_data, "error", None) for event in events if event is not None]
+        return "\n".join(str(error) for error in found if error is not None)
+
     @property
     def pool(self):
         return self.instance.event_log_storage.get_concurrency_info("gpu")
@@ -192,6 +197,6 @@ def test_a_stop_of_the_code_location_interrupts_its_runs_and_the_next_start_take
     work.processes.end(CODE)
     work.wait_for("FAILURE", run)
     assert not lives(process)
-    assert "Run the same job again: it continues from there." in work.read_messages(run)
+    assert "Run the same job again: it continues from there." in work.read_messages(run), work.read_errors(run)
     work.processes.start(CODE)
     work.run_another()
