@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftworks.config.launchers import LOCAL, LauncherSpec
@@ -110,8 +110,12 @@ def _ask(spec: LauncherSpec, shape: _Shape, registry: Registry) -> str | None:
         )
     var = registry.resolve_var_folder()
     job = TorchJob("draftworks", nodes=spec.nodes, procs_per_node=shape.processes, gpus_per_node=shape.gpus)
+    request = JobRequest(_NAME, job, {}, RunDir(var / "runs" / "check"), var / "check")
     try:
-        make_scheduler(spec).check(JobRequest(_NAME, job, {}, RunDir(var / "runs" / "check"), var / "check"))
+        scheduler = make_scheduler(spec)
+        scheduler.check(request)
+        if scheduler.has_arrays and spec.workers > 2:
+            scheduler.check(replace(request, job=replace(job, copies=spec.workers - 1)))
     except DraftworksError as error:
         return str(error)
     return None

@@ -164,7 +164,9 @@ def test_refusals_are_told_in_slurms_words(tmp_path: Path, cluster: SlurmCluster
             continue
         with pytest.raises(ConfigError, match=rf"(?s)Slurm would refuse the job: .*{words}"):
             make_scheduler(cluster, **settings).check(make_request(tmp_path, "sum"))
-    make_scheduler(cluster).check(make_request(tmp_path, "sum", nodes=2))
+    request = make_request(tmp_path, "sum", nodes=2)
+    for copies in (1, 3):
+        make_scheduler(cluster).check(replace(request, job=replace(request.job, copies=copies)))
     assert cluster.ask("squeue", "--noheader") == ""
     with pytest.raises(ConfigError, match="is over before anything is done"):
         make_scheduler(cluster, time_limit_s=60, grace_s=60).create(make_request(tmp_path, "sum"))
