@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import dagster as dg
 
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.storage.asset_names import of_eval_set, of_strategy
+from draftworks.storage.asset_names import FP8_GATE, HELDOUT_FEATURES, of_eval_set, of_strategy
 
 INPUTS = dg.AssetSelection.groups("inputs")
+JUDGE_FP8 = "judge_fp8"
 SERVING = dg.AssetSelection.groups("serving")
 
 
@@ -33,7 +34,16 @@ def make_jobs(evals: Sequence[str]) -> list:
             dg.AssetSelection.assets("leaderboard"),
             "Rank the drafts of all targets by their newest reports.",
         ),
-        _define_job("everything", dg.AssetSelection.all(), "From conversations to measured and exported drafts."),
+        _define_job(
+            JUDGE_FP8,
+            INPUTS | dg.AssetSelection.groups("data") | dg.AssetSelection.assets(HELDOUT_FEATURES, FP8_GATE),
+            "Compare drafts trained on plain features and on features in fp8, before these are captured.",
+        ),
+        _define_job(
+            "everything",
+            dg.AssetSelection.all() - dg.AssetSelection.assets(FP8_GATE),
+            "From conversations to measured and exported drafts.",
+        ),
     ]
 
 

@@ -20,6 +20,7 @@ from spec_assets.drafts import make_draft_asset, make_draft_check
 from spec_assets.evals import make_eval_features_asset, make_eval_features_check, make_eval_set_assets
 from spec_assets.executor import make_executor
 from spec_assets.exports import make_export_asset, make_export_checks
+from spec_assets.fp8_gate import fp8_gate
 from spec_assets.leaderboard import make_leaderboard_asset
 from spec_assets.partitions import make_target_partitions, partition_assets, partition_checks
 from spec_assets.recipes import make_recipe_assets
@@ -49,6 +50,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
         *(make_report_asset(strategy, evals) for strategy in strategies),
         *map(make_export_asset, exported),
         *map(make_serving_asset, exported),
+        fp8_gate,
     ]
     checks = [
         *map(make_eval_features_check, [HELDOUT, *evals]),

@@ -21,6 +21,7 @@ from draftworks.targets.registry import HELDOUT, apply_overrides
 from resources.workspace import Workspace
 from spec_assets.evals import locate_feature_set, read_eval_data
 from spec_assets.features import require_features, select_stream_versions
+from spec_assets.fp8_verdict import require_passed_fp8_gate
 
 
 class DraftConfig(dg.Config):
@@ -88,12 +89,18 @@ class DraftInputs:
 def resolve_draft_inputs(
     workspace: Workspace, strategy: StrategySpec, target: TargetSpec, config: DraftConfig
 ) -> DraftInputs:
-    """Return the inputs of a draft. Raises ConfigError for unknown options, StoreError for assets that do not exist
-    yet."""
+    """Return the inputs of a draft.
+
+    Raises:
+        ConfigError: unknown options.
+        StoreError: an asset does not exist yet.
+        Fp8GateClosed: the features are to be in fp8, and the comparison that this needs has not passed.
+    """
     entry = target.strategies[strategy.name]
     chosen = apply_overrides(target.name, strategy, entry, config.options, config.training)
     artifacts: ArtifactStore = workspace.artifacts
     files = workspace.resolve_target_files(target.name)
+    require_passed_fp8_gate(workspace, target, files.digest, [strategy.name])
     options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
     streams = strategy.list_features(files.num_layers, options)
     train_features = require_features(workspace, TRAINING_FEATURES, target.name)

@@ -14,6 +14,7 @@ from draftworks.storage.data_records import FeaturesIdentity, read_captured_weig
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, report_result
+from spec_assets.fp8_verdict import require_passed_fp8_gate
 from spec_assets.metadata import format_bytes
 from spec_assets.workers import launch_workers
 
@@ -50,6 +51,7 @@ def training_features(
     tokens = workspace.artifacts.load_current(TOKENIZED_TRAIN, target)
     taps = collect_taps(spec, files.num_layers)
     store = workspace.locate_feature_store(files)
+    require_passed_fp8_gate(workspace, spec, files.digest, list(spec.strategies))
 
     def build(out: Path) -> BuildResult:
         run = CaptureRun(

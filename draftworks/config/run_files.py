@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec, SpecType
-from draftworks.config.capture import CaptureSpec
+from draftworks.config.capture import CaptureSpec, FeatureStorage
 from draftworks.config.features import StoreKind
 from draftworks.config.object_storage import ObjectFeaturesSpec
 from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
@@ -257,6 +257,9 @@ class FeatureSet(Spec):
 
     tokens: Path
     features: Path = Field(description="Folder with refs.jsonl and manifest.json.")
+    read_as: FeatureStorage = Field(
+        default="plain", description="Round plain features when they are read, as if they had been stored so."
+    )
 
 
 class TrainRun(TargetRun):

@@ -83,6 +83,11 @@ def decode_stream(stored: Tensor, where: str, dtype: torch.dtype = torch.bfloat1
     return stream
 
 
+def round_stream(stream: Tensor) -> Tensor:
+    """Return a stream (S, H) as it is read after it was stored: of its dtype, and of values that the encoding has."""
+    return decode_stream(encode_stream(stream), "a stream", stream.dtype)
+
+
 def decode_features(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """Return the features of a sample with those decoded that are stored as float8_e4m3fn.
 

@@ -31,6 +31,7 @@ from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.manifest import FeatureSetManifest, read_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.features.packing import PackLimits
+from draftworks.features.rounded_store import RoundedStore
 from draftworks.features.scaled_fp8 import get_decoded_dtype
 from draftworks.features.schedule import find_left_out
 from draftworks.programs.program import ProgramContext
@@ -123,7 +124,8 @@ def open_samples(
     else:
         source = open_source(manifest, tokens.sample_ids)
     refs = [ref.select(strategy.feature_names) for ref in source.manifest.refs]
-    return Samples(refs, JoinedStore(source.store, tokens), tokens, source.manifest)
+    kept = source.store if features.read_as == "plain" else RoundedStore(source.store, features.read_as)
+    return Samples(refs, JoinedStore(kept, tokens), tokens, source.manifest)
 
 
 def require_same_dtype(train: Samples, held_out: Samples) -> None:

@@ -195,7 +195,11 @@ def _make_identity(
         "training": run.training.to_identity(),
         "target": run.target.digest,
         "vocab_mapping": draft.vocab.digest if draft.vocab else None,
-        "train": {"tokens": samples.tokens.digest, "features": samples.manifest.version_of(names)},
+        "train": {
+            "tokens": samples.tokens.digest,
+            "features": samples.manifest.version_of(names),
+            **({} if run.train.read_as == "plain" else {"read_as": run.train.read_as}),
+        },
         "heldout": {"tokens": held_out.tokens.digest, "features": held_out.manifest.version_of(names)},
     }
 

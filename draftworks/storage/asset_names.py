@@ -14,6 +14,7 @@ TOKENIZED_TRAIN = "tokenized_train"
 VOCAB_MAPPING = "vocab_mapping"
 TRAINING_FEATURES = "training_features"
 LEADERBOARD = "leaderboard"
+FP8_GATE = "fp8_gate"
 HELDOUT_RESPONSES = "heldout_responses"
 HELDOUT_FEATURES = "heldout_eval_features"
 

@@ -15,6 +15,7 @@ from draftworks.features.contracts import FeatureSpec, SampleRef
 from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.rounded_store import RoundedStore
 from draftworks.features.scaled_fp8 import (
     MIN_SCALE,
     SCALE_BYTES,
@@ -144,6 +145,17 @@ class TestStoredFeatures:
         assert batch["hf2"].shape == batch["last"].shape == (3, 5, 8)
         assert batch["hf2"].dtype == batch["last"].dtype == torch.bfloat16
         assert torch.allclose(batch["hf2"].float(), batch["last"].float(), rtol=2**-4 + 2**-8, atol=1e-4)
+
+    @pytest.mark.parametrize(("storage", "rounded"), [("fp8", {"hf2", "last"}), ("fp8_taps", {"hf2"})])
+    def test_a_rounded_store_reads_plain_features_as_they_would_be_stored(self, tmp_path: Path, storage, rounded):
+        store, ref = LocalFeatureStore(tmp_path), toy_ref(1)
+        plain = {name: torch.randn(ref.num_tokens, 8).bfloat16() for name in ref.feature_keys}
+        found, _ = RoundedStore(store, storage).get(store.put(ref, plain))
+        expected = {
+            name: decode_stream(encode_stream(plain[name]), name) if name in rounded else plain[name] for name in plain
+        }
+        assert all(torch.equal(found[name], expected[name]) for name in plain)
+        assert not torch.equal(found["hf2"], plain["hf2"])
 
     def test_an_altered_scale_is_found_by_the_store_s_checksum(self, tmp_path: Path, refs: list[SampleRef]):
         stored = LocalFeatureStore(tmp_path).get(refs[0])[0]["hf2"].view(torch.uint8)[0].numpy().tobytes()

@@ -207,7 +207,9 @@ SETTINGS = [
         GateSpec(),
         lambda gates: of_target(TARGET.model_copy(update={"gates": gates})),
         set(),
-        {"loss_falls", "beats_baselines", "not_worse", "agrees_with_walk", "answers_finished"},
+        {"loss_falls", "beats_baselines", "not_worse", "agrees_with_walk", "answers_finished"}
+        | {"fp8_max_loss", "fp8_samples", "fp8_steps", "fp8_seeds", "fp8_ungated"},
+        {"fp8_max_loss": 0.5},
     ),
     Settings(
         ServiceSpec(),

@@ -94,12 +94,22 @@ def test_odd_files_take_no_other_target_down(site):
 def test_the_jobs_are_those_of_the_design():
     names = {job.name for job in build_definitions(REGISTRY).resolve_all_job_defs()} - {"__ASSET_JOB"}
     trainings = {"train_eagle3", "train_dflash", "train_domino", "train_dspark", "train_peagle"}
-    assert names == {"resolve", "prepare", *trainings, "evaluate", "serve", "leaderboard", "everything"}
+    rest = {"resolve", "prepare", "evaluate", "serve", "leaderboard", "judge_fp8", "everything"}
+    assert names == trainings | rest
+
+
+def test_the_gate_of_fp8_and_what_it_reads_are_made_by_a_job_of_their_own(site):
+    defs = site.definitions()
+    jobs = {name: defs.resolve_job_def(name).asset_layer for name in ("judge_fp8", "everything")}
+    made = {name: {key.to_user_string() for key in layer.selected_asset_keys} for name, layer in jobs.items()}
+    assert made["judge_fp8"] - made["everything"] == {"fp8_gate"}
+    assert {"tokenized_train", "heldout_eval_features"} <= made["judge_fp8"]
+    assert "training_features" not in made["judge_fp8"]
 
 
 def test_the_inputs_are_part_of_every_job(site):
     defs = site.definitions()
-    for name in ("resolve", "prepare", "train_eagle3", "evaluate", "serve", "everything"):
+    for name in ("resolve", "prepare", "train_eagle3", "evaluate", "serve", "judge_fp8", "everything"):
         keys = {key.to_user_string() for key in defs.resolve_job_def(name).asset_layer.selected_asset_keys}
         assert {"target_model", "dataset", "recipe"} <= keys, name
 

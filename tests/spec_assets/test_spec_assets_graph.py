@@ -140,7 +140,7 @@ def test_an_asset_depends_on_what_it_reads_directly_and_on_nothing_else(finished
 def test_everything_in_the_graph_is_described(finished):
     for spec in finished.site.definitions().resolve_all_asset_specs():
         assert spec.description, spec.key
-        assert spec.group_name in {"inputs", "data", "features", "drafts", "reports", "exports", "serving"}
+        assert spec.group_name in {"inputs", "data", "features", "gates", "drafts", "reports", "exports", "serving"}
         assert spec.kinds
         assert spec.owners
         assert spec.code_version

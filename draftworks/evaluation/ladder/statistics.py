@@ -108,10 +108,10 @@ def bootstrap_interval(
     Returns:
         None without a pass.
     """
-    measured = list(_select_measured(prompts).values())
+    measured = list(select_measured(prompts).values())
     if not measured:
         return None
-    [resampled] = _resample([measured], resampling)
+    [resampled] = resample_means([measured], resampling)
     return _percentiles(resampled, resampling.confidence)
 
 
@@ -127,7 +127,7 @@ def paired_difference(
     Raises:
         DataError: no prompt was measured with both.
     """
-    of_a, of_b = _select_measured(a), _select_measured(b)
+    of_a, of_b = select_measured(a), select_measured(b)
     shared = [sample_id for sample_id in of_a if sample_id in of_b]
     if not shared:
         raise DataError(
@@ -135,7 +135,7 @@ def paired_difference(
             " evaluate both on the same eval set"
         )
     pairs = [[draft[sample_id] for sample_id in shared] for draft in (of_a, of_b)]
-    resampled_a, resampled_b = _resample(pairs, resampling)
+    resampled_a, resampled_b = resample_means(pairs, resampling)
     interval = _percentiles(resampled_a - resampled_b, resampling.confidence)
     mean_a, mean_b = map(micro_mean, pairs)
     assert mean_a is not None, "a measured prompt has a pass"
@@ -166,7 +166,7 @@ def summarize_acceptance(
     )
 
 
-def _select_measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcceptance]:
+def select_measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcceptance]:
     """Return the prompts with a pass by sample id, sorted by it: draws must not depend on the order of the ranks."""
     by_id: dict[str, PromptAcceptance] = {}
     for prompt in sorted(prompts, key=lambda prompt: prompt.sample_id):
@@ -176,7 +176,7 @@ def _select_measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcc
     return {sample_id: prompt for sample_id, prompt in by_id.items() if prompt.passes}
 
 
-def _resample(drafts: Sequence[Sequence[PromptAcceptance]], resampling: Resampling) -> np.ndarray:
+def resample_means(drafts: Sequence[Sequence[PromptAcceptance]], resampling: Resampling) -> np.ndarray:
     """Return accepted tokens per pass on resamples of the prompts, the same for every draft, (drafts, resamples)."""
     accepted = np.array([[prompt.accepted for prompt in prompts] for prompts in drafts], dtype=np.float64)
     passes = np.array([[prompt.passes for prompt in prompts] for prompts in drafts], dtype=np.float64)

@@ -1,0 +1,103 @@
+"""Features in fp8 are captured only after drafts trained both ways were compared, and the loss was small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from draftworks.config.capture import CaptureSpec
+from draftworks.config.gates import GateSpec
+from draftworks.config.registry_files import StrategyEntry, TargetSpec
+from draftworks.evaluation.ladder.relative_loss import RelativeLoss
+from draftworks.features.manifest import read_feature_set
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from spec_assets.fp8_verdict import Fp8GateClosed, require_passed_fp8_gate
+
+TARGET = TargetSpec(
+    name="t", model="m", dataset="d", capture=CaptureSpec(storage="fp8"), strategies={"eagle3": StrategyEntry()}
+)
+SMALL = RelativeLoss("undecided", 0.004, -0.004, 0.012, 0.95, (0.0, 0.008), 200, 0.02)
+GATE = Artifact("fp8_gate", "t", Path("/nowhere"), {"target": "w" * 16, "storage": "fp8"}, "v", {}, {}, 0.0, 0.0)
+
+
+def with_loss(**changes: Any) -> Artifact:
+    return replace(GATE, summary={"strategies": {"eagle3": replace(SMALL, **changes).to_json()}})
+
+
+def require(gate: Artifact | None, target: TargetSpec = TARGET, strategy: str = "eagle3") -> None:
+    workspace: Any = SimpleNamespace(artifacts=SimpleNamespace(find=lambda asset, name: gate))
+    require_passed_fp8_gate(workspace, target, "w" * 16, [strategy])
+
+
+def with_gates(**gates: Any) -> TargetSpec:
+    return TARGET.model_copy(update={"gates": GateSpec(**gates)})
+
+
+def test_a_passed_gate_a_plain_storage_and_a_deliberate_override_let_a_training_begin():
+    require(with_loss())
+    require(None, TARGET.model_copy(update={"capture": CaptureSpec()}))
+    require(None, with_gates(fp8_ungated=True))
+    require(with_loss(loss=0.04, low=0.03, high=0.05), with_gates(fp8_max_loss=0.05))
+
+
+@pytest.mark.parametrize(
+    ("gate", "strategy", "message"),
+    [
+        (
+            None,
+            "eagle3",
+            r"was not measured. Run: draftworks run judge_fp8 --target t, or set capture.storage to plain",
+        ),
+        (
+            replace(with_loss(), identity={"target": "x" * 16, "storage": "fp8"}),
+            "eagle3",
+            "weights xxxxxxxxxxxx, not for",
+        ),
+        (replace(with_loss(), identity={"target": "w" * 16, "storage": "fp8_taps"}), "eagle3", "for storage fp8_taps"),
+        (with_loss(), "dflash", "what dflash drafts lose by that was not measured"),
+        (with_loss(high=0.03), "eagle3", r"eagle3: undecided: .*allowed 2.00%. About 52[89] prompts and 6 seeds would"),
+        (with_loss(loss=0.03, low=0.0, high=0.06), "eagle3", r"eagle3: refused: relative loss of the walk \+3.00%"),
+    ],
+    ids=["none", "weights", "storage", "strategy", "undecided", "refused"],
+)
+def test_anything_else_is_refused_with_the_reason(gate: Artifact | None, strategy: str, message: str):
+    with pytest.raises(Fp8GateClosed, match=message):
+        require(gate, strategy=strategy)
+
+
+@pytest.mark.slow
+def test_fp8_is_refused_until_the_gate_has_passed_and_then_trained_on(site) -> None:
+    text = site.target_file.read_text()
+    gates = "gates: {fp8_samples: 24, fp8_steps: 6, fp8_max_loss: 0.999}\n"
+    site.target_file.write_text(text.replace("{dtype: float32", "{storage: fp8_taps, dtype: bfloat16") + gates)
+    refused = site.run("prepare")
+    assert not refused.success
+    (failure,) = [event for event in refused.all_events if event.is_step_failure]
+    assert failure.step_key == "training_features"
+    assert "draftworks run judge_fp8 --target small" in failure.step_failure_data.user_failure_data.description
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        gated = site.run("judge_fp8", instance=instance)
+        assert gated.success
+        made = ArtifactStore(site.var).load_current("fp8_gate", "small")
+        assert made.summary["run"] == {"samples": 24, "steps": 6, "seeds": 2}
+        found = RelativeLoss.from_json(made.summary["strategies"]["eagle3"])
+        assert len(found.by_seed) == 2
+        assert found.prompts > 0
+        assert not list(made.path.rglob("*.safetensors"))  # drafts are not kept
+        again = site.run("judge_fp8", instance=instance)
+        hits = [each.metadata["cache"].value for each in again.asset_materializations_for_node("fp8_gate")]
+        assert hits == ["hit"]
+    if found.verdict != "passed":
+        site.target_file.write_text(
+            site.target_file.read_text().replace("fp8_max_loss", "fp8_ungated: true, fp8_max_loss")
+        )
+    assert site.run("prepare").success
+    features = ArtifactStore(site.var).load_current("training_features", "small")
+    specs = read_feature_set(features.path).refs[0].feature_specs
+    assert [spec.dtype for spec in specs.values()] == [*["float8_e4m3fn"] * 3, "bfloat16"]
