@@ -48,6 +48,8 @@ def find_unused_features(stores: Sequence[StoreSpec], used_sets: Iterable[Path])
     Raises:
         StoreError: a set in use cannot be read, or a store is damaged: what it needs is not known then.
     """
+    if not stores:
+        return []
     from draftworks.features.open_store import open_store
 
     used: defaultdict[str, set[str]] = defaultdict(set)

@@ -20,7 +20,6 @@ class Place:
     Attributes:
         targets: names in the registry. Results of other targets are in use only if they are pinned or in service.
         stores: feature stores.
-        in_service: folders of drafts that servers use, or used before.
         now: seconds since the epoch.
     """
 
@@ -28,7 +27,6 @@ class Place:
     settings: RetentionSpec
     targets: frozenset[str]
     stores: tuple[StoreSpec, ...] = ()
-    in_service: frozenset[Path] = frozenset()
     now: float = field(default_factory=time.time)
 
     @classmethod

@@ -28,7 +28,9 @@ class UsedResults:
         return result.path in self.reasons
 
 
-def find_used(results: Sequence[StoredResult], roots: Mapping[Path, str]) -> UsedResults:
+def find_used(
+    results: Sequence[StoredResult], roots: Mapping[Path, str], alone: Mapping[Path, str] | None = None
+) -> UsedResults:
     """Return the results in `roots`, and all that they were made from, directly or not.
 
     A result refers to another of the same target if its identity mentions one of the other's names. A draft's identity
@@ -36,6 +38,7 @@ def find_used(results: Sequence[StoredResult], roots: Mapping[Path, str]) -> Use
 
     Args:
         roots: reason by folder.
+        alone: reason by folder of results that are kept without what they were made from.
     """
     by_target: defaultdict[str, list[StoredResult]] = defaultdict(list)
     for result in results:
@@ -51,6 +54,9 @@ def find_used(results: Sequence[StoredResult], roots: Mapping[Path, str]) -> Use
                 if used.path not in reasons:
                     reasons[used.path] = f"made into {user.asset} {user.digest}"
                     waiting.append(used)
+    for result in results:
+        if alone is not None and result.path in alone:
+            reasons.setdefault(result.path, alone[result.path])
     return UsedResults(reasons)
 
 

@@ -16,6 +16,7 @@ from draftworks.retention.place import Place
 from draftworks.retention.references import UsedResults, find_best, find_used
 from draftworks.retention.removable import Item
 from draftworks.retention.scores import read_score
+from draftworks.retention.served_drafts import list_served
 from draftworks.retention.stored_results import StoredResult, list_asset_folders, measure_folder, read_results
 from draftworks.storage.artifacts import UNPUBLISHED
 from draftworks.storage.asset_names import TRAINING_FEATURES
@@ -62,7 +63,7 @@ def survey(place: Place) -> Survey:
     """Look at everything.
 
     Raises:
-        StoreError: what is in use cannot be told: a pin, a feature set in use, or a store cannot be read.
+        StoreError: what is in use cannot be told: a pin, a record of service, a feature set in use, or a store cannot be read.
     """
     results = _Results.read(place)
     sizes: Counter[Holding] = Counter()
@@ -103,7 +104,8 @@ class _Results:
     @classmethod
     def read(cls, place: Place) -> _Results:
         found = tuple(each for folder in list_asset_folders(place.var) for each in read_results(folder))
-        used = find_used(found, _find_roots(place, found))
+        served = list_served(place.var)
+        used = find_used(found, {**_find_roots(place, found), **served.whole}, served.reports)
         targets_of: defaultdict[str, set[str]] = defaultdict(set)
         for each in found:
             if each.weights is not None:
@@ -127,7 +129,6 @@ def _find_roots(place: Place, results: Iterable[StoredResult]) -> dict[Path, str
     roots = find_best([each for each in here if each.asset.endswith("_report")], read_score)
     roots.update((each.path, "current") for each in here if each.is_current)
     roots.update((place.var / pin.result, "pinned") for pin in list_pins(place.var))
-    roots.update(dict.fromkeys(place.in_service, "in service"))
     return roots
 
 

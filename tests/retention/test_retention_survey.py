@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from retention_toys import WEIGHTS, keys_of, make_features, make_place, make_result
+from service_toys import record, served
 
 from draftworks.errors import ConfigError, StoreError
 from draftworks.retention.pins import FOLDER, list_pins, pin_result, unpin_result
 from draftworks.retention.place import Place
 from draftworks.retention.survey import Holding, survey
+from draftworks.service.register import ServiceRegister
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.targets.registry import Registry
 
@@ -48,11 +50,23 @@ def test_a_pin_keeps_a_result_and_what_it_was_made_from(tmp_path: Path):
     assert list_names(make_place(tmp_path)) == {name(draft), name(tokens)}
 
 
-def test_a_result_in_service_stays(tmp_path: Path):
-    served, _ = make_result(tmp_path, "x_draft", lr=1), make_result(tmp_path, "x_draft", lr=2)
-    place = make_place(tmp_path)
-    assert list_names(place) == {name(served)}
-    assert not survey(replace(place, in_service=frozenset({served.path}))).candidates
+def test_a_draft_in_service_stays_with_the_last_two_and_every_report(tmp_path: Path):
+    made = []
+    for lr in range(5):
+        draft = make_result(tmp_path, "eagle3_draft", lr=lr)
+        export = make_result(tmp_path, "eagle3_export", draft=draft.path.name)
+        made.append((draft, export, make_result(tmp_path, "eagle3_report", draft_identity=draft.path.name)))
+    register = ServiceRegister(tmp_path, "a", "eagle3")
+    for number, (draft, export, report) in enumerate(made[:4], start=1):
+        served_draft = replace(
+            served(draft.path.name), path=str(export.path.relative_to(tmp_path)), report=report.path.name
+        )
+        promoted = replace(record(number, draft.path.name), target="a", strategy="eagle3", draft=served_draft)
+        register.replace(made[number - 2][0].path.name if number > 1 else None, lambda _, new=promoted: new)
+    assert list_names(make_place(tmp_path)) == {name(made[0][0]), name(made[0][1])}
+    (register.folder / "in_service.json").write_text("{")
+    with pytest.raises(StoreError):
+        survey(make_place(tmp_path))
 
 
 def test_results_of_a_target_that_the_registry_lacks_may_go(tmp_path: Path):
