@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from draftworks.retention.removable import Item, RemovalPlan
 from draftworks.retention.stored_results import list_asset_folders
 from draftworks.retention.survey import survey
 from draftworks.storage.artifacts import LOCK, REPLACED
-from draftworks.storage.atomic import move_aside, remove
+from draftworks.storage.atomic import remove
 from draftworks.storage.file_lock import try_lock
 
 if TYPE_CHECKING:
@@ -124,9 +125,11 @@ class _Allowed:
             return _remove_features(item.features.store, files) if files else None
         if item.path not in self.folders:
             return None
-        aside = item.path.with_name(item.path.name + REPLACED)
-        if item.path.name.endswith(REPLACED) or not move_aside(item.path, aside):
-            aside = item.path
+        aside = item.path
+        if not aside.name.endswith(REPLACED):  # a reader finds it whole or not at all
+            aside = item.path.with_name(item.path.name + REPLACED)
+            remove(aside)
+            os.rename(item.path, aside)
         remove(aside)
         return item.nbytes
 
