@@ -58,7 +58,7 @@ def takes_draftworks(words: Sequence[str]) -> None:
     if words[0] == "run":
         assert given["job"] in jobs()
     targets = given.get("target")
-    assert {targets} - {None} <= PLACEHOLDERS | {"my-model"} if isinstance(targets, str) else True
+    assert {targets} - {None} <= PLACEHOLDERS | {"my-model", "my-target"} if isinstance(targets, str) else True
 
 
 def takes_make(words: Sequence[str]) -> None:
@@ -145,7 +145,7 @@ def test_what_no_program_takes_is_noticed():
 def test_commands_named_in_the_text_exist(path: Path):
     text = prose(path)
     context = click.Context(DRAFTWORKS)
-    named = set(re.findall(r"`(?:\.venv/bin/)?draftworks ([a-z]+)", text))
+    named = set(re.findall(r"`(?:\.venv/bin/)?draftworks ([a-z-]+)", text))
     assert named <= set(DRAFTWORKS.list_commands(context))
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= make_targets()
 
