@@ -23,6 +23,12 @@ from spec_assets.exports import make_export_asset, make_export_checks
 from spec_assets.fp8_gate import fp8_gate
 from spec_assets.leaderboard import make_leaderboard_asset
 from spec_assets.partitions import make_target_partitions, partition_assets, partition_checks
+from spec_assets.promotion import (
+    list_promoted_strategies,
+    make_promoted_asset,
+    make_promoted_check,
+    make_service_jobs,
+)
 from spec_assets.recipes import make_recipe_assets
 from spec_assets.report_checks import make_report_checks
 from spec_assets.reports import make_report_asset
@@ -41,6 +47,8 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     targets, evals = make_target_partitions(registry), list_free_eval_names(registry)
     strategies = [resolve_strategy(name) for name in list_strategies()]
     exported = [strategy for strategy in strategies if strategy.exports]
+    in_service = list_promoted_strategies(registry)
+    promoted = [strategy for strategy in exported if strategy.name in in_service]
     assets = [
         *dg.load_assets_from_modules(MODULES),
         make_recipe_assets(strategies),
@@ -51,6 +59,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
         *map(make_export_asset, exported),
         *map(make_serving_asset, exported),
         fp8_gate,
+        *map(make_promoted_asset, promoted),
     ]
     checks = [
         *map(make_eval_features_check, [HELDOUT, *evals]),
@@ -58,12 +67,13 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
         *(check for strategy in strategies for check in make_report_checks(strategy)),
         *map(make_export_checks, exported),
         *map(make_serving_check, exported),
+        *map(make_promoted_check, promoted),
     ]
     workspace = Workspace(registry_root=str(registry_root))
     return dg.Definitions(
         assets=[*partition_assets(assets, targets), make_leaderboard_asset(strategies)],
         asset_checks=partition_checks(checks, targets),
-        jobs=[*make_jobs(evals), make_prune_job()],
+        jobs=[*make_jobs(evals), make_prune_job(), *make_service_jobs(each.name for each in promoted)],
         sensors=make_sensors(registry),
         schedules=make_schedules(registry),
         resources={

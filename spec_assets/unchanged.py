@@ -17,9 +17,10 @@ from typing import Any
 
 import dagster as dg
 
+from draftworks.config.strategies import list_strategies
 from draftworks.preflight.cached_examination import is_examined
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import DATASET, LEADERBOARD, RECIPE, TARGET_MODEL
+from draftworks.storage.asset_names import DATASET, LEADERBOARD, RECIPE, TARGET_MODEL, of_strategy
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.weights import is_checked
 from resources.workspace import Workspace
@@ -90,6 +91,8 @@ def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: ProbeWorkspace, t
     if definition is None or not definition.keys:  # a check looks at the result of a step that is among those already
         return True
     names = {key.to_user_string() for key in definition.keys}
+    if names & {of_strategy(strategy).promoted for strategy in list_strategies()}:
+        return False  # it acts: its function must not be called to probe it
     check = next((found for name, found in INPUT_CHECKS.items() if name in names), None)
     try:
         return _answer(definition, workspace, target) if check is None else check(workspace, target)

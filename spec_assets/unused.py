@@ -43,6 +43,9 @@ def _find_unused_of(strategy: StrategySpec, target: TargetSpec) -> dict[str, str
     if entry is None:
         return dict.fromkeys(names, f"target {target.name} does not use {strategy.name}")
     found: dict[str, str] = {}
+    if target.service is None or entry.export.formats == [] or not strategy.exports:
+        what = "service" if target.service is None else "export"
+        found[names.promoted] = f"target {target.name} asks for no {what} of its {strategy.name} draft"
     if entry.export.formats == []:
         found[names.export] = (
             f"target {target.name} wants no export of its {strategy.name} draft (export.formats is [])"

@@ -199,7 +199,7 @@ def render_assets_page() -> list[str]:
     )
 
 
-ORDER = ["inputs", "data", "features", "gates", "drafts", "reports", "exports", "serving"]
+ORDER = ["inputs", "data", "features", "gates", "drafts", "reports", "exports", "serving", "service"]
 
 
 class StrategyTemplate:

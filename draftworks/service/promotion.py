@@ -112,6 +112,13 @@ class Service:
         figures = tuple(self._judge_on(name, candidate, history) for name in candidate.eval_sets)
         return Judgement(candidate, history[-1] if history else None, figures)
 
+    def accept(self, judgement: Judgement) -> None:
+        """Mark a judged draft as accepted, for somebody to promote. Raises RefusedError if the rule does not."""
+        if not judgement.accepted:
+            raise RefusedError(self._explain_refusal(judgement))
+        digest = judgement.candidate.served.digest
+        save_accepted(self.register, Accepted.of(judgement.current, digest, judgement.figures))
+
     def promote(self, judgement: Judgement, request: Request) -> InService:
         """Put a judged draft into service, or give it a share of the requests; return the record.
 
@@ -133,7 +140,7 @@ class Service:
         seen = judgement.current
         served = judgement.candidate.served
         if judgement.accepted:
-            save_accepted(self.register, Accepted.of(seen, judgement.candidate.served.digest, judgement.figures))
+            self.accept(judgement)
 
         def make(now: InService | None) -> InService:
             if (now and now.number) != (seen and seen.number):

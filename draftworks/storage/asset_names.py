@@ -28,6 +28,7 @@ class StrategyAssets(NamedTuple):
     serving: str
     recipe: str
     export_recipe: str
+    promoted: str
 
 
 class EvalSetAssets(NamedTuple):
