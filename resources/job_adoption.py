@@ -9,10 +9,11 @@ from pathlib import Path
 
 from draftworks.config.launchers import LauncherSpec
 from resources.job_claims import JobClaim, end_claimed_job, remove_damaged_claim
+from resources.job_failure import has_failure_message
 from resources.job_messages import has_report
 from resources.process_place import RunProcess
 from resources.scheduler import Scheduler, SeenJob
-from resources.torch_job import JobIdentity, RunDir
+from resources.torch_job import JobIdentity, JobState, RunDir
 
 _LOOK_INTERVAL_S = 0.5
 _UNSEEN_OWNER_S = 60.0
@@ -70,9 +71,11 @@ class Adoption:
         return claim if claim.take(identity.claim) else None
 
     def _adopt(self, identity: JobIdentity, claim: JobClaim) -> JobClaim | None:
-        """Claim the job for this process if it lives, or has ended with a report; else remove its claim."""
+        """Claim the job for this process if it lives, or has ended in order; else remove its claim."""
         seen = claim.look(self.scheduler)
-        if seen is not None and (not seen.state.is_final or has_report(claim.files.messages)):
+        # One that has ended for this very process is asked for again: it ended before its time.
+        is_done = claim.owner != self.owner and has_ended_unheard(seen, claim.files)
+        if seen is not None and (not seen.state.is_final or has_report(claim.files.messages) or is_done):
             mine = claim.of_job(seen.id).of_owner(self.owner)
             mine.publish(identity.claim)
             self.warn(f"job {seen.id} of run {claim.owner.run_id[:8]} {_describe(seen)}: it is waited for")
@@ -96,5 +99,14 @@ class Adoption:
         return time.time() - claim.written < _UNSEEN_OWNER_S if dead is None else not dead
 
 
+def has_ended_unheard(seen: SeenJob | None, files: RunDir) -> bool:
+    """Whether a job that sends no messages, as it runs beside another, has ended without an error.
+
+    The file of messages is made by whoever reads them, before the job is submitted.
+    """
+    ended = seen is not None and seen.state is JobState.SUCCEEDED
+    return ended and not files.messages.exists() and not has_failure_message(files)
+
+
 def _describe(seen: SeenJob) -> str:
-    return "has ended, with its report unread" if seen.state.is_final else f"is {seen.state.value}"
+    return "has ended meanwhile" if seen.state.is_final else f"is {seen.state.value}"

@@ -21,7 +21,7 @@ from draftworks.errors import LauncherError
 from draftworks.storage.shared_folder import write_folder_token
 from resources.bookmark import Bookmark
 from resources.dead_runs import JOB_TAG, has_run_process_ended
-from resources.job_adoption import Adoption
+from resources.job_adoption import Adoption, has_ended_unheard
 from resources.job_claims import CLAIM, JobClaim
 from resources.job_copies import CopyWatch
 from resources.job_failure import has_failure_message, is_interrupted, is_user_error
@@ -226,6 +226,8 @@ class SchedulerLauncher(TorchLauncher):
         reason = "the scheduler does not know it any more" if seen is None else seen.reason
         if handle.job.copies > 1 and seen is not None and seen.state is JobState.SUCCEEDED:
             return JobStatus(JobState.SUCCEEDED, None, reason)  # copies send no report
+        if has_ended_unheard(seen, handle.files):
+            return JobStatus(JobState.SUCCEEDED, None, reason)
         failed = self._wait_for_failure(handle.files)
         if not failed and has_report(handle.files.messages):
             return JobStatus(JobState.SUCCEEDED, None, reason)

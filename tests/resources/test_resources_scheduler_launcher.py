@@ -38,8 +38,11 @@ def harness(tmp_path: Path):
     harness.clean_up()
 
 
-def begin(harness: ToyHarness, run_id: str = "0" * 8, job_id: bool = True) -> JobClaim:
-    """Start a job as a run did whose process is not there any more; returns its claim."""
+def begin(harness: ToyHarness, run_id: str = "0" * 8, job_id: bool = True, is_heard: bool = True) -> JobClaim:
+    """Start a job as a run did whose process is not there any more; returns its claim.
+
+    A job that is not heard sends no messages, as it runs beside another.
+    """
     job = make_job(harness, "steps")
     harness.claim.parent.mkdir(exist_ok=True)
     files = RunDir.create(harness.folder / "earlier", run_id, 0)
@@ -48,7 +51,7 @@ def begin(harness: ToyHarness, run_id: str = "0" * 8, job_id: bool = True) -> Jo
     claim = JobClaim.begin(job.identity.name, job.identity.made, files, owner, job.launcher)
     claim.publish(harness.claim)
     pipes = {"DAGSTER_PIPES_MESSAGES": {"path": str(files.messages)}, "DAGSTER_PIPES_CONTEXT": {"data": {"extras": {}}}}
-    env = {name: encode_param(value) for name, value in pipes.items()}
+    env = {name: encode_param(value) for name, value in pipes.items()} if is_heard else {}
     created = harness.scheduler.create(JobRequest(job.identity.name, job, env, files, harness.claim))
     wait_until_up(harness)
     if job_id:
@@ -168,6 +171,33 @@ def test_a_job_whose_owner_died_before_it_wrote_the_id_is_found_by_its_name(harn
     earlier = begin(harness, job_id=False)
     played = play(harness, "steps", lambda: wait_until(lambda: JobClaim.read(harness.claim).owner != earlier.owner))
     assert len(played.jobs) == harness.count_submitted() == 1, played.failures
+    assert not harness.claim.exists()
+
+
+def test_a_companion_that_ended_while_nobody_waited_for_it_has_done_its_part(harness: ToyHarness):
+    begin(harness, is_heard=False)
+    (harness.work / "finish").touch()
+    wait_until(lambda: not harness.scheduler.list())
+    launcher = harness.make_launcher().model_copy(update={"files_lag_s": PATIENCE_S})
+    job, submitted, states = make_job(harness, "steps"), [], []
+
+    @dg.asset
+    def draft(context) -> dg.MaterializeResult:
+        for _ in range(2):
+            files = launcher.prepare(context, job, harness.folder / "runs").files
+            handle = launcher.submit(job, {}, files)
+            submitted.append(handle.id)
+            wait_until(lambda handle=handle: launcher.poll(handle).state.is_final)
+            states.append(launcher.poll(handle).state)
+        launcher.settle(handle)
+        return dg.MaterializeResult()
+
+    started = time.monotonic()
+    with dg.DagsterInstance.ephemeral() as instance:
+        dg.materialize([draft], instance=instance)
+    assert submitted == ["0001", "0002"], "one that this process has seen ended is started again"
+    assert states == [JobState.SUCCEEDED] * 2
+    assert time.monotonic() - started < PATIENCE_S, "what sends no report is not waited for"
     assert not harness.claim.exists()
 
 

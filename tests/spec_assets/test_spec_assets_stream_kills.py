@@ -14,8 +14,8 @@ import dagster as dg
 import psutil
 import pytest
 import yaml
-from launcher_contract import PATIENCE_S, wait_until
-from toy_cluster import ToyCluster, pausing
+from launcher_contract import wait_until
+from toy_cluster import RUN_S, ToyCluster, pausing
 
 from draftworks.config.run_files import ProduceRun, StreamPlace
 from draftworks.dataflow.controller import DataFlowController
@@ -142,7 +142,7 @@ def test_a_stream_in_a_scheduler_is_taken_over_from_a_killed_run(planned, undist
             cluster.kill_run(run, "eagle3_draft")
         before = [cluster.require_claim(*job).owner for job in jobs]
         following = cluster.start("target_model", "eagle3_draft", eagle3_draft={"training": LONG})
-        assert following.wait(PATIENCE_S) == 0, cluster.log.read_text()
+        assert following.wait(RUN_S) == 0, cluster.log.read_text()
         assert len(before) == len(cluster.scheduler.look_at_all()), "no job was made a second time"
         lines = cluster.read_lines(cluster.list_runs()[-1].run_id)
         assert sum("it is waited for" in line for line in lines) == len(jobs)

@@ -25,6 +25,8 @@ from resources.job_claims import JobClaim
 
 TOYS = Path(__file__).parent
 ROOT = TOYS.parents[1]
+RUN_S = 300.0
+"""Longest wait for the end of a run."""
 LOCATION = """
 from pathlib import Path
 from toy_scheduler import offer_toy
