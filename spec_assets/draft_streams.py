@@ -39,6 +39,8 @@ TRAINER_WAITED = "waited_for_features_s"
 """Key of the trainer's own waiting in it, as `draftworks.programs.train` reports it."""
 
 
+_GIVE_UP_S = 120.0
+"""How long a step repeats a call of its control server that cannot be reached, as it cannot start it again meanwhile."""
 SHARED_LOCK = "shared.lock"
 """Held by the step that trains drafts of a target from one stream."""
 DRAFTS = "drafts.json"
@@ -90,7 +92,7 @@ class DraftStream:
         from draftworks.runtime.training_stream import open_controller
 
         if self.place is not None and self.place.followers:
-            controller = open_controller(self.place)
+            controller = open_controller(self.place, retry_s=_GIVE_UP_S)
             reason = f"it has failed: {(failure.description or '').partition(chr(10))[0]}"
             find_newest_run(controller).record_left(reason, name)
             controller.close()

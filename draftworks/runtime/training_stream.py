@@ -30,8 +30,6 @@ from draftworks.runtime.streaming_plan import StreamingPlan
 
 CONSUMER_LEASE_S = 30.0
 """How long a trainer that was killed keeps its successor waiting, at most."""
-CONTROL_RETRY_S = 120.0
-"""How long a call of the control plane is repeated while its server cannot be reached, as it is started again."""
 PLAN_AGAIN = 1 << 10
 """The stop code of a training that has to plan again; above all numbers of signals."""
 log = logging.getLogger(__name__)
@@ -55,8 +53,12 @@ def count_stream_steps(samples: int, training: TrainingSpec) -> StreamSteps:
     return training.make_stream_steps(samples)
 
 
-def open_controller(place: StreamPlace) -> DataFlowController:
+def open_controller(place: StreamPlace, retry_s: float | None = None) -> DataFlowController:
     """Open the control plane of a streamed training: its database, or the client of the server that owns it.
+
+    Args:
+        retry_s: how long a call is repeated while the server cannot be reached; by default as long as features are waited
+            for, since a job of a scheduler outlives the run that has the server, and the next run starts it again.
 
     Raises:
         ConfigError: the control server's secret is not known here.
@@ -65,8 +67,8 @@ def open_controller(place: StreamPlace) -> DataFlowController:
     lease_s = place.settings.lease_s
     store: MetadataStore
     if place.control is not None:
-        retry_s = min(CONTROL_RETRY_S, place.settings.timeout_s)
-        store = RemoteMetadataStore(place.control, load_token(place.token_file), retry_s)
+        patience_s = place.settings.timeout_s if retry_s is None else retry_s
+        store = RemoteMetadataStore(place.control, load_token(place.token_file), patience_s)
     else:
         assert place.database is not None
         store = SQLiteMetadataStore(place.database)
