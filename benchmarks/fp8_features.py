@@ -53,13 +53,15 @@ def run(storage: str, samples: list[Mapping[str, Tensor]], plan: StreamPlan) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in (("hidden", 4096), ("tokens", 1024), ("samples", 8), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     plans = {storage: make_plan(storage, args.hidden) for storage in STORAGES}
     shape = (args.tokens, args.hidden)
-    samples = [{name: torch.randn(shape).bfloat16() for name in plans["fp8"].names} for _ in range(args.samples)]
+    samples: list[Mapping[str, Tensor]] = [
+        {name: torch.randn(shape).bfloat16() for name in plans["fp8"].names} for _ in range(args.samples)
+    ]
     found = defaultdict(list)
     for _ in range(args.rounds):
         for storage in STORAGES:
