@@ -15,6 +15,7 @@ from draftworks.config.base import Dtype, Spec
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.cron import parse_cron, require_timezone
 from draftworks.config.dataset_urls import is_url, parse_dataset_url
+from draftworks.config.decision import DecisionSpec
 from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
@@ -288,9 +289,8 @@ class TargetSpec(Spec):
     )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     gates: GateSpec = Field(default_factory=GateSpec)
-    service: ServiceSpec | None = Field(
-        default=None, description="Puts drafts into service by a rule; null: there is no asset for it."
-    )
+    service: ServiceSpec | None = Field(default=None, description="Puts drafts into service by a rule; null: no asset.")
+    decision: DecisionSpec | None = Field(default=None, description="When the draft in service is trained again.")
     strategies: dict[str, StrategyEntry] = Field(default_factory=lambda: {"eagle3": StrategyEntry()})
 
     @field_validator("name", "dataset")
@@ -303,12 +303,12 @@ class TargetSpec(Spec):
         return self.revision is not None
 
     @model_validator(mode="after")
-    def _check_margins(self) -> TargetSpec:
-        unknown = [] if self.service is None else sorted(self.service.margins.keys() - {"heldout", *self.evals})
-        if unknown:
+    def _check_service(self) -> TargetSpec:
+        if self.service is not None:
+            self.service.require_eval_sets(["heldout", *self.evals])
+        elif self.decision is not None:
             raise ValueError(
-                f"service.margins.{unknown[0]}: the target is not measured on that eval set; there are: "
-                f"{', '.join(['heldout', *self.evals])}"
+                "decision: is about the draft in service: add a `service` section too, {} for its defaults"
             )
         return self
 

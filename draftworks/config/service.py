@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -91,6 +92,14 @@ class ServiceSpec(Spec):
                     "lose: raise margin, or lower the other"
                 )
         return self
+
+    def require_eval_sets(self, names: Sequence[str]) -> None:
+        """Raise ValueError if there is a margin for an eval set that the target is not measured on."""
+        unknown = sorted(self.margins.keys() - set(names))
+        if unknown:
+            raise ValueError(
+                f"service.margins.{unknown[0]}: the target is not measured on that eval set; there are: {', '.join(names)}"
+            )
 
     def select_margin(self, eval_set: str) -> float:
         return self.margins.get(eval_set, self.margin)

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from draftworks.config.base import Spec
 from draftworks.config.capture import CaptureSpec, CustomEngineSpec
+from draftworks.config.decision import DecisionSpec
 from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import KINDS
@@ -172,9 +173,10 @@ SETTINGS = [
         TARGET,
         of_target,
         {"max_length", "data", "responses", "capture", "evals", "evaluation", "strategies"},
-        {"name", "description", "gates", "service", "streaming", "launcher", *BY_CONTENT},
+        {"name", "description", "gates", "service", "decision", "streaming", "launcher", *BY_CONTENT},
         {
             "service": ServiceSpec(),
+            "decision": DecisionSpec(),
             "gates": GateSpec(not_worse="error"),
             "streaming": StreamingSpec(),
             "data": DataSpec(only_last_turn=True),
@@ -217,6 +219,12 @@ SETTINGS = [
         set(),
         {"margin", "margins", "least_prompts", "automatic", "hook"},
         {"hook": HOOK, "margins": {"heldout": 0.01}},
+    ),
+    Settings(
+        DecisionSpec(),
+        lambda decision: of_target(TARGET.model_copy(update={"decision": decision})),
+        set(),
+        {"tune_margin", "retrain_margin", "least_prompts", "act", "traffic", "hold"},
     ),
     Settings(
         HOOK,

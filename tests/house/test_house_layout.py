@@ -21,6 +21,7 @@ ROOMS = [
         "training",
         "runtime",
         "service",
+        "decision",
         "fleet",
         "retention",
         "preflight",

@@ -1,0 +1,247 @@
+"""The record of a decision, `decision.json`, as it is written, validated and kept. Torch-free.
+
+{var}/decisions/{target}/{strategy}/decision.json           the newest decision, replaced by one rename
+{var}/decisions/{target}/{strategy}/history/{number}.json   each decision before it, never changed
+{var}/decisions/{target}/{strategy}/.lock/                  the lease of whoever replaces it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from draftworks.errors import StoreError
+from draftworks.storage.atomic import publish_json
+from draftworks.storage.file_lock import hold_lock
+from draftworks.storage.names import require_name
+from draftworks.storage.regular_files import read_json
+
+SCHEMA_VERSION = 1
+FOLDER, RECORD, HISTORY, LOCK = "decisions", "decision.json", "history", ".lock"
+MAX_BYTES = 1 << 20
+DIGITS = 8
+
+
+class Choice(StrEnum):
+    """What is to become of the draft in service; see `draftworks.decision.rule` for their order."""
+
+    KEEP = "keep"
+    TUNE = "tune"
+    """Go on training the draft in service, with the present data."""
+    RETRAIN = "retrain"
+    """Train a draft from the start."""
+    UNDECIDED = "undecided"
+
+
+class Reference(StrEnum):
+    """What the draft in service is compared with on an eval set."""
+
+    SAME_PROMPTS = "same_prompts"
+    """The figures with which the reference draft was put into service, on the same prompts; paired."""
+    BOTH_DRAFTS = "both_drafts"
+    """The reference draft measured on the new data; paired."""
+    FORMER_FIGURE = "former_figure"
+    """The figure with which it was put into service, on other prompts; not paired."""
+    NONE = "none"
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+Hours = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class EvalLoss:
+    """What the rule says of one eval set.
+
+    Attributes:
+        value: accepted tokens per pass of the draft in service now; `reference_value` is what it is compared with.
+        loss: `reference_value` minus `value`; `low` and `high` are its 95% interval. None without a reference.
+        prompts: shared prompts, or prompts of the new measurement for a former figure, of which there are
+            `reference_prompts`.
+        reference_draft: digest of the draft that `reference_value` is of.
+        needed: prompts that would decide, if the loss stays; None where it is decided, or more would not decide.
+        reason: in words, where the numbers do not say why.
+    """
+
+    eval_set: str
+    choice: Choice
+    reference: Reference
+    reference_draft: str | None = None
+    value: Number | None = None
+    reference_value: Number | None = None
+    loss: Number | None = None
+    low: Number | None = None
+    high: Number | None = None
+    prompts: Count = 0
+    reference_prompts: Count = 0
+    needed: Count | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Settings of the rule when it decided, in accepted tokens per pass; see `draftworks.config.decision`."""
+
+    tune: Number
+    retrain: Number
+    least_prompts: Count
+
+
+@dataclass(frozen=True)
+class Costs:
+    """GPU-hours that a tune or a training from the start has taken before for this target; None: not known."""
+
+    tune: Hours | None = None
+    retrain: Hours | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is decided about the draft in service of a target.
+
+    Attributes:
+        draft: digest of the draft in service.
+        target_digest: digest of the target's weights.
+        subject: digest of all that was decided about: equal facts give an equal decision, which is told once.
+        figures: of each eval set, `heldout` first.
+        reasons: in words, one for each eval set and one for each special case.
+        after_tune: digest of the tune that did not help, for the choice `retrain` that comes of it.
+        when: ISO 8601 with time zone.
+        number: 1 for the first decision of a target and strategy; given by `save_decision`.
+    """
+
+    target: str
+    strategy: str
+    choice: Choice
+    draft: str
+    target_digest: str
+    subject: str
+    figures: tuple[EvalLoss, ...]
+    reasons: tuple[str, ...]
+    margins: Margins
+    costs: Costs
+    after_tune: str | None
+    when: str
+    number: Count = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    schema: int = field(default=SCHEMA_VERSION)
+
+    @property
+    def largest_loss(self) -> float:
+        """The largest loss of any eval set; 0 without a figure."""
+        return max((one.loss for one in self.figures if one.loss is not None), default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_json(cls, values: Any, where: str) -> Decision:
+        """Return the decision in a file's JSON. Raises StoreError if it is no valid one."""
+        try:
+            if not isinstance(values, Mapping):
+                raise StoreError(f"{where}: not a decision: expected a mapping, found {type(values).__name__}")
+            if values.get("schema") != SCHEMA_VERSION:
+                raise StoreError(f"{where}: expected schema {SCHEMA_VERSION}, found {values.get('schema')!r:.50}")
+            found = _ADAPTER.validate_json(json.dumps(values), strict=True)
+            for name in (found.target, found.strategy, found.draft, *filter(None, [found.after_tune])):
+                require_name(name)
+            if datetime.fromisoformat(found.when).tzinfo is None:
+                raise ValueError(f"when: {found.when!r} has no time zone")
+            if not found.number:
+                raise ValueError("number: expected 1 or more, found 0")
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            key = ".".join(map(str, wrong["loc"]))
+            raise StoreError(f"{where}: not a decision: {key}: {wrong['msg']}") from None
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise StoreError(f"{where}: not a decision: {error}") from None
+        return found
+
+
+_ADAPTER = TypeAdapter(Decision)
+
+
+def save_decision(var: Path, decision: Decision) -> Decision:
+    """Write a decision as the newest one, and return the one that is then there.
+
+    With the subject and the choice of the newest one nothing is written, so that it keeps its number and its time.
+
+    Raises:
+        StoreError: the newest decision is damaged, or of another target.
+    """
+    folder = _locate(var, decision.target, decision.strategy)
+    folder.mkdir(parents=True, exist_ok=True)
+    busy = f"the decision of {decision.target}, {decision.strategy} is being written by another process: waiting"
+    with hold_lock(folder / LOCK, busy) as lease:
+        current = find_decision(var, decision.target, decision.strategy)
+        if current is not None and (current.subject, current.choice) == (decision.subject, decision.choice):
+            return current
+        if current is not None:
+            (folder / HISTORY).mkdir(exist_ok=True)
+            publish_json(_locate_number(folder, current.number), current.to_json())
+        made = replace(decision, number=1 if current is None else current.number + 1)
+        lease.confirm()
+        publish_json(folder / RECORD, made.to_json())
+        return made
+
+
+def find_decision(var: Path, target: str, strategy: str) -> Decision | None:
+    """Return the newest decision, by one read; None if there is none.
+
+    Raises:
+        StoreError: the file is damaged, or of another target.
+    """
+    return _read(_locate(var, target, strategy) / RECORD, target, strategy)
+
+
+def list_decisions(var: Path) -> list[Decision]:
+    """Return the newest decision of every target and strategy, sorted by both. Raises StoreError for a damaged one."""
+    found = (
+        _read(path, path.parent.parent.name, path.parent.name) for path in sorted((var / FOLDER).glob(f"*/*/{RECORD}"))
+    )
+    return [each for each in found if each is not None]
+
+
+def read_decision_history(var: Path, target: str, strategy: str) -> list[Decision]:
+    """Return every decision of a target and strategy, oldest first, the newest last."""
+    # The newest first: if it is replaced meanwhile, the history has it.
+    current = find_decision(var, target, strategy)
+    if current is None:
+        return []
+    folder = _locate(var, target, strategy)
+    earlier = (_read(_locate_number(folder, number), target, strategy) for number in range(1, current.number))
+    return [*(each for each in earlier if each is not None), current]
+
+
+def _locate(var: Path, target: str, strategy: str) -> Path:
+    return var / FOLDER / require_name(target) / require_name(strategy)
+
+
+def _locate_number(folder: Path, number: int) -> Path:
+    return folder / HISTORY / f"{number:0{DIGITS}}.json"
+
+
+def _read(path: Path, target: str, strategy: str) -> Decision | None:
+    try:
+        values = read_json(path, MAX_BYTES)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"{path}: cannot be read as a decision: {error}. Remove the file: it is decided again"
+        ) from None
+    found = Decision.from_json(values, str(path))
+    if (found.target, found.strategy) != (target, strategy):
+        raise StoreError(
+            f"{path}: expected a decision about {target}, {strategy}, found one about {found.target}, {found.strategy}: "
+            "was the file copied? Remove it: it is decided again"
+        )
+    return found
