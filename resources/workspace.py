@@ -10,8 +10,9 @@ import dagster as dg
 from pydantic import Field
 
 from draftworks.config.launchers import LauncherSpec
-from draftworks.config.registry_files import CaptureSpec, DatasetSpec, SGLangSpec
+from draftworks.config.registry_files import CaptureSpec, DatasetSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
+from draftworks.config.sglang import SGLangSpec
 from draftworks.data.sources import digest_dataset
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests

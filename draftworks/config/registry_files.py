@@ -1,4 +1,4 @@
-"""Models of the files in `registry/`: targets, data sets, eval sets and the deployment. Torch-free.
+"""Models of the files in `registry/`: targets, data sets and eval sets; see `deployment` for the rest. Torch-free.
 
 Every model refuses unknown keys.
 """
@@ -6,7 +6,6 @@ Every model refuses unknown keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -16,17 +15,11 @@ from draftworks.config.capture import CaptureSpec
 from draftworks.config.cron import parse_cron, require_timezone
 from draftworks.config.dataset_urls import is_url, parse_dataset_url
 from draftworks.config.decision import DecisionSpec
-from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
-from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
-from draftworks.config.object_storage import ObjectStorageSpec, PublishSpec
 from draftworks.config.responses import ResponseSpec
-from draftworks.config.retention import RetentionSpec
 from draftworks.config.service import ServiceSpec
 from draftworks.config.serving import ServingSpec
-from draftworks.config.sglang import SGLangSpec
 from draftworks.config.streaming import StreamingSpec, StreamSteps, count_steps
-from draftworks.errors import ConfigError
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -364,36 +357,3 @@ class EvalSpec(Spec):
     @classmethod
     def _check_name(cls, value: str) -> str:
         return require_name(value)
-
-
-class DeploymentSpec(Spec):
-    """`registry/deployment.yaml`: settings of this installation, independent of the targets."""
-
-    var: str = Field(default="../var", description="Folder that runs write to, relative to the registry.")
-    launcher: AnyLauncherSpec = Field(default_factory=LocalLauncherSpec)
-    features: FeaturesSpec = Field(default_factory=FeaturesSpec)
-    object_storage: ObjectStorageSpec = Field(
-        default_factory=ObjectStorageSpec,
-        description="How buckets of features, published results and data are reached.",
-    )
-    publish: PublishSpec | None = Field(
-        default=None, description="Object storage that exports and reports are copied to; default: none."
-    )
-    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
-    retention: RetentionSpec = Field(default_factory=RetentionSpec, description="What may be removed, and when.")
-    automation: bool = Field(
-        default=False, description="Evaluate drafts again automatically: on schedule, and after changes."
-    )
-    reevaluation_interval_s: int = Field(default=60, ge=1, description="Seconds between two checks for such changes.")
-
-    @field_validator("launcher", mode="plain")
-    @classmethod
-    def _choose_launcher(cls, value: Any) -> LauncherSpec:
-        if isinstance(value, LauncherSpec):
-            return value
-        if not isinstance(value, Mapping):
-            raise ValueError("expected a mapping of settings")
-        try:
-            return parse_launcher(value, "launcher")
-        except ConfigError as error:
-            raise ValueError(str(error).removeprefix("launcher: ").replace("\nlauncher: ", "; ")) from error

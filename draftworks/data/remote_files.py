@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftworks.config.dataset_urls import HubFiles, ObjectFiles, parse_dataset_url
-from draftworks.config.registry_files import DeploymentSpec
+from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.validation import load_yaml
 from draftworks.errors import DataError
 from draftworks.storage.atomic import publish_json

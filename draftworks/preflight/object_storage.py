@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from draftworks.config.registry_files import DeploymentSpec
+from draftworks.config.deployment import DeploymentSpec
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.preflight.findings import Findings
 from draftworks.storage.object_access import parse_object_url

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from draftworks.config.registry_files import DatasetSpec, DeploymentSpec, EvalSpec, Spec, StrategyEntry, TargetSpec
+from draftworks.config.deployment import DeploymentSpec
+from draftworks.config.registry_files import DatasetSpec, EvalSpec, Spec, StrategyEntry, TargetSpec
 from draftworks.config.strategies import list_strategies, resolve_strategy
 
 FILES: dict[str, type[Spec]] = {

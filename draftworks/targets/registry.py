@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.draft_config import read_draft_config
 from draftworks.config.launchers import LauncherSpec, check_overrides, merge_launcher
 from draftworks.config.registry_files import (
     DatasetSpec,
-    DeploymentSpec,
     EvalSpec,
     StrategyEntry,
     TargetSpec,

@@ -16,8 +16,10 @@ import pytest
 from pydantic import BaseModel
 
 from draftworks.config.base import Spec
+from draftworks.config.budget import BudgetSpec
 from draftworks.config.capture import CaptureSpec, CustomEngineSpec
 from draftworks.config.decision import DecisionSpec
+from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import KINDS
@@ -25,7 +27,6 @@ from draftworks.config.object_storage import BucketAccess, ObjectStorageSpec, Pu
 from draftworks.config.registry_files import (
     DatasetSpec,
     DataSpec,
-    DeploymentSpec,
     EvalSpec,
     EvaluationSpec,
     ExportSettings,
@@ -262,7 +263,15 @@ SETTINGS = [
 OBJECT_STORAGE = {ObjectStorageSpec, BucketAccess, PublishSpec}
 IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec}
 """Name files and a selection: results have digests of what is in them."""
-OF_THE_INSTALLATION = {DeploymentSpec, FeaturesSpec, RetentionSpec, SGLangSpec, *KINDS.values(), *OBJECT_STORAGE}
+OF_THE_INSTALLATION = {
+    BudgetSpec,
+    DeploymentSpec,
+    FeaturesSpec,
+    RetentionSpec,
+    SGLangSpec,
+    *KINDS.values(),
+    *OBJECT_STORAGE,
+}
 """Where things run and lie."""
 HOW_IT_IS_COMPUTED = {"attention", "objective_chunk_blocks"}
 """Options of strategies that change a draft by rounding at most."""

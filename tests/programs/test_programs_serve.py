@@ -14,9 +14,9 @@ import pytest
 from fake_speculating_sglang import Script, fake_python
 from processes import ends
 
-from draftworks.config.registry_files import SGLangSpec
 from draftworks.config.run_files import ServeRun, TargetFiles
 from draftworks.config.serving import ServingSpec
+from draftworks.config.sglang import SGLangSpec
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
 from draftworks.errors import ConfigError, EngineError, StoreError

@@ -13,8 +13,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
-from draftworks.config.registry_files import CaptureSpec, SGLangSpec
+from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
+from draftworks.config.sglang import SGLangSpec
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.storage.identity import LayerTap

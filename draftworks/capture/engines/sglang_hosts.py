@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Generic, Protocol, TypeVar
 
-from draftworks.config.registry_files import SGLangSpec
+from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import EngineError
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
 from draftworks.sglang.embedded import EmbeddedSGLang, require_sglang_here

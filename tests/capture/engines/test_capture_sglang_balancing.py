@@ -17,8 +17,9 @@ from draftworks.capture.engine import EnginePlace, load_engine, make_engine_iden
 from draftworks.capture.engines.sglang_balancing import BalancedHost, balance
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.capture.engines.sglang_hosts import ExternalHost, SGLangHost
-from draftworks.config.registry_files import CaptureSpec, ResponseSpec, SGLangSpec
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
+from draftworks.config.sglang import SGLangSpec
 from draftworks.endpoints.circuit_breaker import CircuitBreaker
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient

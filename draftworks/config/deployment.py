@@ -1,0 +1,54 @@
+"""Model of `registry/deployment.yaml`: settings of an installation, independent of its targets. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from draftworks.config.base import Spec
+from draftworks.config.budget import BudgetSpec
+from draftworks.config.features import FeaturesSpec
+from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
+from draftworks.config.object_storage import ObjectStorageSpec, PublishSpec
+from draftworks.config.retention import RetentionSpec
+from draftworks.config.sglang import SGLangSpec
+from draftworks.errors import ConfigError
+
+
+class DeploymentSpec(Spec):
+    """`registry/deployment.yaml`: settings of this installation, independent of the targets."""
+
+    var: str = Field(default="../var", description="Folder that runs write to, relative to the registry.")
+    launcher: AnyLauncherSpec = Field(default_factory=LocalLauncherSpec)
+    features: FeaturesSpec = Field(default_factory=FeaturesSpec)
+    object_storage: ObjectStorageSpec = Field(
+        default_factory=ObjectStorageSpec,
+        description="How buckets of features, published results and data are reached.",
+    )
+    publish: PublishSpec | None = Field(
+        default=None, description="Object storage that exports and reports are copied to; default: none."
+    )
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    retention: RetentionSpec = Field(default_factory=RetentionSpec, description="What may be removed, and when.")
+    budget: BudgetSpec | None = Field(
+        default=None,
+        description="GPU-hours for trainings that decisions start; null: none starts by itself.",
+    )
+    automation: bool = Field(
+        default=False, description="Evaluate drafts again automatically: on schedule, and after changes."
+    )
+    reevaluation_interval_s: int = Field(default=60, ge=1, description="Seconds between two checks for such changes.")
+
+    @field_validator("launcher", mode="plain")
+    @classmethod
+    def _choose_launcher(cls, value: Any) -> LauncherSpec:
+        if isinstance(value, LauncherSpec):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError("expected a mapping of settings")
+        try:
+            return parse_launcher(value, "launcher")
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("launcher: ").replace("\nlauncher: ", "; ")) from error
