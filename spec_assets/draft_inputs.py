@@ -13,8 +13,10 @@ from draftworks.config.draft_config import read_draft_config
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.run_files import VOCAB_FILE, FeatureSet, StoreSpec, StreamPlace, TargetFiles, TrainRun
 from draftworks.config.strategies import StrategySpec
+from draftworks.errors import ConfigError
+from draftworks.preflight.compatibility import check_start_from
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import TOKENIZED_TRAIN, TRAINING_FEATURES, VOCAB_MAPPING
+from draftworks.storage.asset_names import TOKENIZED_TRAIN, TRAINING_FEATURES, VOCAB_MAPPING, of_strategy
 from draftworks.storage.identity import digest
 from draftworks.storage.records import DraftIdentity, EvalData
 from draftworks.targets.registry import HELDOUT, apply_overrides
@@ -32,6 +34,10 @@ class DraftConfig(dg.Config):
     )
     training: dict[str, Any] = Field(
         default_factory=dict, description="Training settings that differ from the registry's."
+    )
+    start_from: str = Field(
+        default="",
+        description="Digest of a draft of this target and strategy to go on from (a tune); default what the registry says.",
     )
     start_over: bool = Field(
         default=False, description="Train from the first step, even if this very draft exists or was interrupted."
@@ -104,6 +110,11 @@ def resolve_draft_inputs(
     options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
     streams = strategy.list_features(files.num_layers, options)
     train_features = require_features(workspace, TRAINING_FEATURES, target.name)
+    start_from = None if entry.start_from is None else workspace.registry.resolve_path(entry.start_from)
+    if config.start_from:
+        start_from = locate_tuned_draft(artifacts, target.name, strategy.name, config.start_from)
+        where = f"target {target.name}: {strategy.name}: start_from"
+        check_start_from(start_from, strategy, options, files, where)
     return DraftInputs(
         files=files,
         options=chosen.options,
@@ -114,8 +125,25 @@ def resolve_draft_inputs(
         heldout=locate_feature_set(workspace, target.name, HELDOUT),
         heldout_data=read_eval_data(workspace, target.name, HELDOUT, streams),
         vocab_mapping=artifacts.load_current(VOCAB_MAPPING, target.name) if strategy.uses_vocab_mapping else None,
-        start_from=None if entry.start_from is None else workspace.registry.resolve_path(entry.start_from),
+        start_from=start_from,
     )
+
+
+def locate_tuned_draft(artifacts: ArtifactStore, target: str, strategy: str, draft: str) -> Path:
+    """Return the folder of the draft that a tune goes on from.
+
+    Raises:
+        ConfigError: the target has no such draft, or it is damaged.
+    """
+    known = artifacts.list_all(of_strategy(strategy).draft, target)
+    found = next((each for each in known if each.path.name == draft), None)
+    if found is None:
+        there = ", ".join(each.path.name for each in known[:5]) or "none"
+        raise ConfigError(f"start_from: target {target} has no {strategy} draft {draft!r:.80}; there are: {there}")
+    damage = found.find_damage(artifacts.digests.of_file)
+    if damage is not None:
+        raise ConfigError(f"start_from: draft {draft} is damaged: {damage}. Train a draft from the start")
+    return found.path
 
 
 def build_train_run(

@@ -58,7 +58,9 @@ class DraftTraining:
         """Return the result of a training from its report, and its stream with the producers' figures."""
         inputs = self.inputs
         changes = settle_features(workspace, inputs.train_features, stream.plan, inputs.feature_versions, report)
-        overrides = {"options": self.config.options, "training": self.config.training}
+        overrides: dict[str, Any] = {"options": self.config.options, "training": self.config.training}
+        if self.config.start_from:
+            overrides["start_from"] = self.config.start_from
         summary = {**report, **figures, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
         return BuildResult(summary["weights_digest"], summary, (CHECKPOINTS_FOLDER,), changes)
 

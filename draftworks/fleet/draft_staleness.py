@@ -129,7 +129,7 @@ class DraftComparison:
         yield from _differing("training", recorded.training, chosen.training.to_identity())
         start = entry.start_from
         began = None if start is None else read_draft_config(self.registry.resolve_path(start)).weights_digest
-        if recorded.start_from != began:
+        if recorded.start_from != began and not overrides.get("start_from"):
             yield "start_from"
 
     def _current(self, asset: str) -> Artifact | None:

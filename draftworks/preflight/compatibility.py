@@ -50,7 +50,7 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
         _check_served_taps(target, files, name, entry.export)
         if entry.start_from is not None:
             where = f"target {target.name}: strategies.{name}.start_from"
-            _check_start_from(registry.resolve_path(entry.start_from), strategy, options, files, where)
+            check_start_from(registry.resolve_path(entry.start_from), strategy, options, files, where)
     _check_shared_stream(target)
     size = resolve_draft_vocab_size(target)
     if size is not None and size > files.vocab_size:
@@ -146,9 +146,10 @@ def _check_export(
         )
 
 
-def _check_start_from(
+def check_start_from(
     folder: Path, strategy: StrategySpec, options: StrategyOptions, files: TargetFiles, where: str
 ) -> None:
+    """Raise ConfigError if a training with these options cannot begin with the draft in a folder."""
     try:
         found = read_draft_config(folder)
     except StoreError as error:

@@ -52,13 +52,15 @@ class TrainedFleet(MeasuredFleet):
         self.publish("responses", NAME, tokens, {**self._digests(NAME), **answers})
         self.publish("tokenized_train", NAME, tokens, {"responses": tokens})
 
-    def train(self, version: str = "second draft", summary: dict | None = None, **training) -> None:
+    def train(
+        self, version: str = "second draft", summary: dict | None = None, start_from: str | None = None, **training
+    ) -> None:
         entry, strategy = self.registry.load_target(NAME).strategies["eagle3"], resolve_strategy("eagle3")
         identity = {
             "strategy": "eagle3",
             "options": strategy.parse_options(entry.options, where="").to_identity(),
             "training": {**entry.training.to_identity(), **training},
-            "start_from": None,
+            "start_from": start_from,
             "target": self._digests(NAME)["target"],
             "tokens": self.artifacts.load_current("tokenized_train", NAME).data_version,
             "version": version,
@@ -99,6 +101,13 @@ def test_a_report_of_new_weights_makes_the_numbers_new_and_not_the_draft(fleet):
     fleet.prepare()
     fleet.train("third draft")
     assert fleet.changes == ()
+
+
+def test_a_tune_that_a_run_asked_for_is_not_stale_and_one_of_the_registry_is(fleet):
+    fleet.train("tuned", summary={"overrides": {"start_from": "0123"}}, start_from="weights of the first")
+    assert fleet.changes == ()
+    fleet.train("tuned by nobody", start_from="weights of the first")
+    assert fleet.changes[0].startswith("recipe: start_from")
 
 
 def test_new_data_count_before_and_after_they_are_prepared(fleet):
