@@ -62,7 +62,7 @@ class Subject:
         if captured is not None and captured.tokenizer != self.files.tokenizer_digest:
             found.append("tokenizer or chat template")
         reports = [artifacts.find(of_strategy(strategy).report, target) for strategy in self.drafts]
-        if any(report and not _measured_on(report, name, self.responses[name], features) for report in reports):
+        if any(report and not is_measured_on(report, name, self.responses[name], features) for report in reports):
             found.append(f"eval set {name}")
         prepared = artifacts.find(of_eval_set(name).conversations, target) if name in self.sources else None
         if prepared is not None and EvalSetIdentity.of(prepared).dataset != self.sources[name]:
@@ -87,7 +87,7 @@ def _is_of(report: Artifact, draft: Artifact) -> bool:
     return (of.draft, of.draft_identity) == (draft.data_version, draft.path.name)
 
 
-def _measured_on(report: Artifact, name: str, responses: Artifact | None, features: Artifact | None) -> bool:
+def is_measured_on(report: Artifact, name: str, responses: Artifact | None, features: Artifact | None) -> bool:
     """Whether a report was measured on these answers and on these features, as far as its draft reads them."""
     of = ReportIdentity.of(report)
     measured = of.heldout if name == HELDOUT else of.evals.get(name)

@@ -1,0 +1,117 @@
+"""Decides about the draft in service of a target: its losses by the rule, in words, with what each choice would cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from draftworks.config.decision import DecisionSpec
+from draftworks.decision.figures import ServedFigures
+from draftworks.decision.record import Choice, Decision, EvalLoss, Margins, Reference
+from draftworks.decision.rule import Verdict, decide
+from draftworks.errors import ConfigError
+from draftworks.service.promotion import Service
+from draftworks.storage.identity import digest
+
+MEANINGS = {
+    Choice.KEEP: "keep the draft in service",
+    Choice.TUNE: "tune: go on training the draft in service, with the data of today",
+    Choice.RETRAIN: "retrain: train a draft from the start",
+    Choice.UNDECIDED: "undecided",
+}
+REFERENCES = {
+    Reference.SAME_PROMPTS: "on the same prompts",
+    Reference.BOTH_DRAFTS: "both drafts measured on the new eval data",
+    Reference.FORMER_FIGURE: "former figure, of other prompts",
+    Reference.NONE: "nothing to compare with",
+}
+
+
+@dataclass(frozen=True)
+class Decider:
+    """Decides about the draft in service of one strategy of a target, as the target's section `decision` says."""
+
+    service: Service
+    settings: DecisionSpec
+
+    @classmethod
+    def of(cls, service: Service) -> Decider:
+        """Return the decider of a target. Raises ConfigError if its entry has no section `decision`."""
+        settings = service.target.decision
+        if settings is None:
+            raise ConfigError(
+                f"target {service.target.name}: has no section `decision`: add one to its entry, {{}} for the defaults"
+            )
+        if service.strategy not in service.target.strategies:
+            raise ConfigError(
+                f"target {service.target.name} does not use {service.strategy}; it has "
+                f"{', '.join(service.target.strategies)}"
+            )
+        return cls(service, settings)
+
+    def decide(self) -> Decision:
+        """Return the decision; nothing is written.
+
+        Raises:
+            StoreError: no draft is in service, or a record or report is damaged.
+            NotMeasuredError: the draft in service is not measured on what is there now.
+        """
+        figures = ServedFigures.of(self.service)
+        evidence = figures.gather()
+        margins = Margins(self.settings.tune_margin, self.settings.retrain_margin, self.settings.least_prompts)
+        verdict = decide(evidence.losses, margins)
+        return Decision(
+            target=self.service.target.name,
+            strategy=self.service.strategy,
+            choice=verdict.choice,
+            draft=evidence.draft.digest,
+            target_digest=self.service.files.digest,
+            subject=digest([evidence.subject, margins.tune, margins.retrain, margins.least_prompts]),
+            figures=verdict.figures,
+            reasons=explain(verdict),
+            margins=margins,
+            costs=figures.lineage.read_costs(),
+            after_tune=verdict.after_tune,
+            when=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def explain(verdict: Verdict) -> tuple[str, ...]:
+    """Return why, in words: a sentence for each eval set, and one for a tune that did not help."""
+    reasons = [describe_loss(each) for each in verdict.figures]
+    if verdict.after_tune is not None:
+        reasons.append(
+            f"draft {verdict.after_tune} is a tune for the same change and did not help: train from the start"
+        )
+    return tuple(reasons)
+
+
+def describe_loss(found: EvalLoss) -> str:
+    """Return one line about an eval set."""
+    if found.loss is None or found.low is None or found.high is None:
+        return f"{found.eval_set}: {found.choice}: {found.reason}"
+    said = (
+        f"{found.eval_set}: {found.choice}: lost {found.loss:+.3f} accepted tokens per pass ({found.low:+.3f} to "
+        f"{found.high:+.3f}, {found.prompts} prompts), {found.reference_value:.3f} to {found.value:.3f}; "
+        f"{REFERENCES[found.reference]}, reference draft {found.reference_draft}"
+    )
+    return said + (f"; {found.reason}" if found.reason else "")
+
+
+def describe_decision(decision: Decision) -> str:
+    """Return the decision as lines of text: choice, reasons, margins, costs."""
+    margins = decision.margins
+    return "\n".join(
+        [
+            f"{decision.target}, {decision.strategy}, draft {decision.draft}: {MEANINGS[decision.choice]}",
+            *decision.reasons,
+            f"margins: tuned above {margins.tune:g}, trained from the start above {margins.retrain:g}; at least "
+            f"{margins.least_prompts} prompts",
+            f"cost: a tune {format_hours(decision.costs.tune)}, a training from the start "
+            f"{format_hours(decision.costs.retrain)}",
+        ]
+    )
+
+
+def format_hours(hours: float | None) -> str:
+    return "not known yet" if hours is None else f"{hours:.3g} GPU-hours"
