@@ -1,7 +1,7 @@
 """Data assets: from conversations to supervised tokens and the vocabulary mapping. Only the target's answers need a
 launched program; everything else is done in the step."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from draftworks.storage.asset_names import (
     TOKENIZED_TRAIN,
 )
 from draftworks.storage.data_records import AnswersIdentity, ConversationsIdentity
+from draftworks.targets.answers import make_answers_identity, make_greedy_settings
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, report_result, require_target, to_severity
@@ -220,24 +221,7 @@ def identify_answers(
     spec: TargetSpec, files: TargetFiles, source: Conversations, responses: ResponseSpec
 ) -> AnswersIdentity:
     """Return the identity of a set of answered conversations."""
-    taken = AnswersIdentity(
-        conversations=source.prepared.data_version,
-        part=source.part,
-        responses=responses.model_dump(include={"mode", "thinking"}, exclude_none=True),
-        target=None,
-        tokenizer=files.tokenizer_digest,
-        max_length=spec.max_length,
-        only_last_turn=spec.data.only_last_turn,
-    )
-    if responses.mode == "passthrough":
-        return taken
-    answered = replace(taken, responses=responses.to_identity(), target=files.digest)
-    if responses.endpoint is not None:
-        return answered
-    capture = spec.capture
-    return replace(
-        answered, compute_dtype=capture.compute_dtype, backend=capture.engine, args=capture.engine_args or None
-    )
+    return make_answers_identity(spec, files, source.prepared.data_version, source.part, responses)
 
 
 def choose_greedy_settings(target: TargetSpec, source: Conversations) -> ResponseSpec:
@@ -246,8 +230,7 @@ def choose_greedy_settings(target: TargetSpec, source: Conversations) -> Respons
 
     Data that is tokenized already is passed through, since it has no prompts.
     """
-    mode = "passthrough" if source.kind == "tokens" else "regenerate"
-    return ResponseSpec(mode=mode, max_new_tokens=target.responses.max_new_tokens, thinking=target.responses.thinking)
+    return make_greedy_settings(target, source.kind)
 
 
 def check_supervised_share(artifact: Artifact, asset_name: str, target: TargetSpec) -> dg.AssetCheckResult:

@@ -21,7 +21,7 @@ from draftworks.config.strategies import list_strategies
 from draftworks.preflight.cached_examination import is_examined
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import DATASET, LEADERBOARD, RECIPE, TARGET_MODEL, of_strategy
-from draftworks.storage.identity import FileDigests
+from draftworks.storage.identity import FileDigests, RememberedDigests
 from draftworks.targets.weights import is_checked
 from resources.workspace import Workspace
 from spec_assets.inputs import read_data_versions
@@ -34,19 +34,6 @@ class Probed(Exception):
 
     def __init__(self, unchanged: bool) -> None:
         self.unchanged = unchanged
-
-
-class DigestNotCached(Exception):
-    """Raised if a file would have to be read for its digest."""
-
-
-class RememberedDigests(FileDigests):
-    """Cached digests of files that have not changed since they were read; never reads a file."""
-
-    def of_file(self, path: Path) -> str:
-        if not self.remembers(path):
-            raise DigestNotCached(path)
-        return super().of_file(path)
 
 
 class ProbeStore(ArtifactStore):

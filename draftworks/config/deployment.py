@@ -12,6 +12,7 @@ from draftworks.config.budget import BudgetSpec
 from draftworks.config.features import FeaturesSpec
 from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
 from draftworks.config.object_storage import ObjectStorageSpec, PublishSpec
+from draftworks.config.prices import PricesSpec
 from draftworks.config.retention import RetentionSpec
 from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import ConfigError
@@ -32,6 +33,9 @@ class DeploymentSpec(Spec):
     )
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
     retention: RetentionSpec = Field(default_factory=RetentionSpec, description="What may be removed, and when.")
+    prices: PricesSpec | None = Field(
+        default=None, description="What GPUs and storage cost, for `draftworks plan`; default: plans name no money."
+    )
     budget: BudgetSpec | None = Field(
         default=None,
         description="GPU-hours for trainings that decisions start; null: none starts by itself.",

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from draftworks.errors import StoreError
+from draftworks.storage.identity import SCALE_BYTES
 
 STORED = "float8_e4m3fn"
 DECODED = "bfloat16"
-SCALE_BYTES = 4
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 MIN_SCALE = float(torch.tensor(1e-12))
 """Scale of a token whose values are all zero, or so small that they become zero; as float32 has it."""

@@ -18,7 +18,18 @@ from draftworks.storage.regular_files import read_json
 NO_RESULTS = frozenset(
     {
         *("answers", "eval_cache", "feature_cache", "feature_store", "leaderboard", "loop_cache", "object_store_notes"),
-        *("in_service", "pins", "runs", "site", "storage", "streams", "target_checks", "weight_checks", "workers"),
+        *(
+            "in_service",
+            "pins",
+            "plans",
+            "runs",
+            "site",
+            "storage",
+            "streams",
+            "target_checks",
+            "weight_checks",
+            "workers",
+        ),
     }
 )
 """Folders in `var` that hold no results."""

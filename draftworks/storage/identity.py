@@ -22,6 +22,9 @@ _LARGE_FILE_BYTES = 1_000_000_000
 """Reading a file of more bytes than this takes so long that it is logged."""
 FEATURE_SCHEMA = 1
 """Part of every feature key: increase it when the meaning of a stored feature changes."""
+SCALE_BYTES = 4
+"""Bytes of the scale of one token of a stream that is stored as float8, see `features.scaled_fp8`."""
+_BYTES_OF = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
 log = logging.getLogger(__name__)
@@ -95,6 +98,19 @@ class FileDigests:
                 staging.write_text(json.dumps(self._known))
         except OSError as error:  # the folder may not exist on another machine: the files are read again next time
             log.warning(f"digests of files cannot be cached in {self.cache_file}: {error}")
+
+
+class DigestNotCached(Exception):
+    """Raised if a file would have to be read for its digest."""
+
+
+class RememberedDigests(FileDigests):
+    """Cached digests of files that have not changed since they were read; never reads a file."""
+
+    def of_file(self, path: Path) -> str:
+        if not self.remembers(path):
+            raise DigestNotCached(path)
+        return super().of_file(path)
 
 
 def _make_stamp(path: Path) -> str:
@@ -180,6 +196,11 @@ class FeatureIdentity:
         """Return the dtype in which a stream is stored."""
         encoded = self.storage == "fp8" or (self.storage == "fp8_taps" and isinstance(stream, LayerTap))
         return "float8_e4m3fn" if encoded else self.dtype
+
+    def count_bytes(self, stream: Stream, hidden_size: int) -> int:
+        """Return the bytes that one token of a stream takes in a store."""
+        dtype = self.get_stored_dtype(stream)
+        return hidden_size * _BYTES_OF[dtype] + (SCALE_BYTES if dtype == "float8_e4m3fn" else 0)
 
     def key(self, token_digest: str, stream: Stream) -> str:
         """Return the content key of one sample's feature at one stream: 32 hex digits."""

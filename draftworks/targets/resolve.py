@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,31 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     )
 
 
-def read_num_layers(spec: TargetSpec, registry: Registry) -> int:
-    """Return the number of decoder layers of a target's model, without reading its weights.
+@dataclass(frozen=True)
+class TargetShape:
+    """Sizes of a target's model that its config.json names."""
+
+    num_layers: int
+    hidden_size: int
+
+
+def read_shape(spec: TargetSpec, registry: Registry) -> TargetShape:
+    """Return the sizes of a target's model, without reading its weights.
 
     Raises:
         ConfigError: a path that is absent or not a model directory, or a config without the usual fields.
     """
     model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
-    return _require_integer(_complete_config(spec, model), model, "num_hidden_layers")
+    config = _complete_config(spec, model)
+    return TargetShape(
+        num_layers=_require_integer(config, model, "num_hidden_layers"),
+        hidden_size=_require_integer(config, model, "hidden_size"),
+    )
+
+
+def read_num_layers(spec: TargetSpec, registry: Registry) -> int:
+    """Return the number of decoder layers of a target's model. Raises as `read_shape`."""
+    return read_shape(spec, registry).num_layers
 
 
 def _complete_config(spec: TargetSpec, model: str) -> dict[str, Any]:

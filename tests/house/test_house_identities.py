@@ -35,6 +35,7 @@ from draftworks.config.registry_files import (
     TargetSpec,
     TrainingSpec,
 )
+from draftworks.config.prices import PricesSpec
 from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.retention import RetentionSpec
 from draftworks.config.service import HookSpec, ServiceSpec

@@ -22,6 +22,7 @@ ROOMS = [
         "runtime",
         "service",
         "fleet",
+        "planning",
         "decision",
         "retention",
         "preflight",

@@ -1,0 +1,211 @@
+"""Samples and tokens of each part of a target's data: counted where they exist, otherwise estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftworks.config.responses import ResponseSpec
+from draftworks.errors import ConfigError
+from draftworks.planning.data_sample import DataSample, sample_data
+from draftworks.planning.estimates import Estimate, Source
+from draftworks.planning.made_results import Found, find_answers, find_conversations, find_same_data
+from draftworks.planning.subject import PlanSubject
+from draftworks.storage.artifacts import Artifact
+from draftworks.storage.asset_names import HELDOUT_RESPONSES, RESPONSES, of_eval_set
+from draftworks.storage.data_records import AnswersIdentity
+from draftworks.targets.answers import make_greedy_settings
+from draftworks.targets.registry import HELDOUT
+
+TRAIN = "train"
+EVAL_PART = "all"
+_SAME_DATA, _OTHER_DATA = 1.05, 1.5
+"""Factors by which tokens per sample may differ from those of earlier answers."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Size of one part of the data.
+
+    Attributes:
+        tokens: of all samples, prompts and answers.
+        generated: tokens that the target generates for them; 0 where the data's own answers are taken.
+        found: what exists of its answers.
+    """
+
+    samples: Estimate
+    tokens: Estimate
+    generated: Estimate
+    source: Source
+    found: Found = Found()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the data: the eval set that it belongs to, or `heldout` for training data too, and its answers."""
+
+    eval_set: str
+    part: str
+    asset: str
+    settings: ResponseSpec
+
+
+def count_amounts(subject: PlanSubject) -> Mapping[str, Amount]:
+    """Return the amount of each part: `train`, `heldout` and the named eval sets.
+
+    Raises:
+        ConfigError: nothing is known of a data set: it lies elsewhere, was not prepared, and has no `max_conversations`.
+        DataError: a data set has no files.
+    """
+    target = subject.target
+    kind = _find_kind(subject)
+    greedy = make_greedy_settings(target, kind)
+    parts = {TRAIN: _Part(HELDOUT, TRAIN, RESPONSES, target.responses)}
+    parts |= {HELDOUT: _Part(HELDOUT, HELDOUT, HELDOUT_RESPONSES, greedy)}
+    for name in target.evals:
+        parts[name] = _Part(name, EVAL_PART, of_eval_set(name).responses, greedy)
+    return {name: _count_part(subject, part) for name, part in parts.items()}
+
+
+def _count_part(subject: PlanSubject, part: _Part) -> Amount:
+    found = find_answers(subject, part.asset, part.part, part.settings, part.eval_set)
+    if found.exact is not None:
+        return _count_answered(found)
+    sample = _sample(subject, part.eval_set)
+    conversations = _count_conversations(subject, part, sample)
+    generates = part.settings.mode == "regenerate"
+    earlier = _find_similar_answers(subject, part)
+    if earlier is not None:
+        return _scale_earlier(subject, part, conversations, earlier, found)
+    limit = float(subject.target.max_length)
+    if sample is None:
+        per_sample = Estimate(limit / 8, limit / 3, limit)
+        text = f"nothing is known of its length but max_length {subject.target.max_length}"
+        generated = per_sample if generates else Estimate.exactly(0.0)
+        return _make_amount(conversations, per_sample, generated, Source("documented", text), found)
+    answers = _estimate_answers(sample, part.settings, generates)
+    per_sample = (sample.prompt_tokens + answers).cap(limit)
+    generated = answers.cap(limit) if generates else Estimate.exactly(0.0)
+    text = "the first rows of the data set, 3 to 5 characters a token"
+    if sample.tokenized:
+        return _make_amount(
+            conversations, per_sample, generated, Source("counted", "first rows of the data set"), found
+        )
+    return _make_amount(conversations, per_sample, generated, Source("documented", text), found)
+
+
+def _make_amount(samples: Estimate, per_sample: Estimate, generated: Estimate, source: Source, found: Found) -> Amount:
+    return Amount(samples, samples.times(per_sample), samples.times(generated), source, found)
+
+
+def _count_answered(found: Found) -> Amount:
+    """Return the amount of answers that exist."""
+    made = found.exact
+    assert made is not None
+    figures = made.summary
+    generated = _count_generated(made)
+    return Amount(
+        samples=Estimate.exactly(figures["samples"]),
+        tokens=Estimate.exactly(figures["tokens"]),
+        generated=Estimate.exactly(generated),
+        source=Source("counted", f"{made.asset} {made.path.name}"),
+        found=found,
+    )
+
+
+def _scale_earlier(
+    subject: PlanSubject, part: _Part, conversations: Estimate, earlier: Artifact, found: Found
+) -> Amount:
+    """Return the amount by the tokens per sample of answers to other conversations of the target."""
+    samples = max(float(earlier.summary["samples"]), 1.0)
+    related = find_same_data(subject, part.eval_set) is not None
+    factor = _SAME_DATA if related else _OTHER_DATA
+    tokens, generated = earlier.summary["tokens"] / samples, _count_generated(earlier) / samples
+    limit = float(subject.target.max_length)
+    text = f"{tokens:.0f} tokens a sample, as in {earlier.asset} {earlier.path.name}"
+    per_sample = Estimate.within(min(tokens, limit), factor).cap(limit)
+    return _make_amount(
+        conversations,
+        Estimate(per_sample.low, min(tokens, limit), max(per_sample.high, min(tokens, limit))),
+        Estimate.within(generated, factor) if part.settings.mode == "regenerate" else Estimate.exactly(0.0),
+        Source("measured", text),
+        found,
+    )
+
+
+def _count_generated(answers: Artifact) -> float:
+    """Return the tokens that were generated for answers, those of earlier attempts included; 0 if they were taken."""
+    mode = (AnswersIdentity.of(answers).responses or {}).get("mode")
+    return float(answers.summary.get("supervised_tokens", 0)) if mode == "regenerate" else 0.0
+
+
+def _find_similar_answers(subject: PlanSubject, part: _Part) -> Artifact | None:
+    """Return the newest answers of the same kind and with the same limits: of the same part, or of another one."""
+    target = subject.target
+    for asset in dict.fromkeys((part.asset, RESPONSES, HELDOUT_RESPONSES)):
+        for each in subject.list_results(asset):
+            found = AnswersIdentity.of(each)
+            responses = found.responses or {}
+            limits = (found.max_length, responses.get("max_new_tokens", part.settings.max_new_tokens))
+            same = responses.get("mode") == part.settings.mode and responses.get("thinking") == part.settings.thinking
+            if same and limits == (target.max_length, part.settings.max_new_tokens) and each.summary.get("samples"):
+                return each
+    return None
+
+
+def _count_conversations(subject: PlanSubject, part: _Part, sample: DataSample | None) -> Estimate:
+    prepared = find_conversations(subject, part.eval_set)
+    if prepared is not None:
+        key = "conversations" if part.part == EVAL_PART else part.part
+        return Estimate.exactly(prepared.summary[key])
+    limit = _find_limit(subject, part.eval_set)
+    share = _find_share(subject, part.part)
+    related = find_same_data(subject, part.eval_set)
+    if related is not None and {"rows", "rejected", "duplicates"} <= related.summary.keys():
+        usable = related.summary["rows"] - related.summary["rejected"] - related.summary["duplicates"]
+        return Estimate.exactly(usable if limit is None else min(usable, limit)) * share
+    if sample is None and limit is None:
+        raise ConfigError(
+            f"target {subject.target.name}: a plan needs the number of conversations: the data of eval set or target "
+            f"{part.eval_set} lies elsewhere. Set max_conversations, or run: draftworks run prepare --target "
+            f"{subject.target.name}"
+        )
+    if sample is None:
+        return Estimate.exactly(float(limit or 0)) * share
+    rows = Estimate(sample.rows.low * 0.8, sample.rows.value, sample.rows.high)  # some are rejected, or duplicates
+    return (rows if limit is None else rows.cap(limit)) * share
+
+
+def _find_limit(subject: PlanSubject, eval_set: str) -> int | None:
+    if eval_set == HELDOUT:
+        return subject.target.data.max_conversations
+    return subject.registry.load_eval_set(eval_set).max_conversations
+
+
+def _find_share(subject: PlanSubject, part: str) -> float:
+    held_out = subject.target.data.held_out_share
+    return {TRAIN: 1.0 - held_out, HELDOUT: held_out}.get(part, 1.0)
+
+
+def _estimate_answers(sample: DataSample, settings: ResponseSpec, generates: bool) -> Estimate:
+    """Return the answer tokens of one row: the data's own, or what the target may say in their place."""
+    if not generates:
+        return sample.answer_tokens
+    limit = settings.max_new_tokens * sample.turns
+    own = sample.answer_tokens.cap(limit)
+    return Estimate(own.low / 2, own.value, limit)
+
+
+def _find_kind(subject: PlanSubject) -> str:
+    """Return "tokens" for a data set that is tokenized already, else "conversations"."""
+    dataset = subject.registry.load_dataset(subject.target.dataset)
+    if dataset.format != "auto":
+        return "tokens" if dataset.format == "tokens" else "conversations"
+    known = find_same_data(subject)
+    return "conversations" if known is None else str(known.summary.get("kind", "conversations"))
+
+
+def _sample(subject: PlanSubject, eval_set: str) -> DataSample | None:
+    name = subject.target.dataset if eval_set == HELDOUT else subject.registry.load_eval_set(eval_set).dataset
+    return sample_data(subject.registry.load_dataset(name), Path(subject.registry.root))

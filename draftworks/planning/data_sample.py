@@ -1,0 +1,93 @@
+"""Rows of a data set and their length, from its first rows. The libraries of its files are loaded when it is asked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from draftworks.config.dataset_urls import is_url
+from draftworks.config.registry_files import DatasetSpec
+from draftworks.data.sources import find_files
+from draftworks.planning.estimates import Estimate
+
+SAMPLE_ROWS = 64
+CHARACTERS_PER_TOKEN = Estimate(3.0, 4.0, 5.0)
+"""Of text in English and code, by tokenizers with 32,000 to 150,000 tokens."""
+_UNKNOWN_ROWS_FACTOR = 1.5
+_COUNTED_BYTES = 64_000_000
+"""Rows of larger text files are estimated from their first rows."""
+
+
+@dataclass(frozen=True)
+class DataSample:
+    """Size of a data set.
+
+    Attributes:
+        rows: of all its files, before any is rejected.
+        prompt_tokens, answer_tokens: of one row, before any cut; an estimate from characters.
+        turns: of the assistant in one row, on average.
+        tokenized: whether the rows have token ids already, which were counted.
+    """
+
+    rows: Estimate
+    prompt_tokens: Estimate
+    answer_tokens: Estimate
+    turns: float
+    tokenized: bool = False
+
+
+def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
+    """Return the size of a data set by its first rows; None if its files lie elsewhere, or no row can be read.
+
+    Raises:
+        DataError: it has no files.
+    """
+    from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
+    from draftworks.data.raw_rows import RawRow, read_rows
+
+    if any(map(is_url, dataset.files)):
+        return None
+    files = find_files(dataset.files, root)
+    values = [row.value for row in islice(read_rows(files[0]), SAMPLE_ROWS) if isinstance(row, RawRow)]
+    prompts = answers = turns = read = 0
+    tokenized = False
+    for value in values:
+        try:
+            if detect_format(value) == "tokens":
+                row, tokenized = parse_tokens(value), True
+                answers += len(row)
+            else:
+                talk = parse_conversation(value, None if dataset.format == "auto" else dataset.format)
+                answers += sum(len(turn.content) for turn in talk.turns if turn.role == "assistant")
+                turns += sum(turn.role == "assistant" for turn in talk.turns)
+                prompts += sum(len(turn.content) for turn in talk.turns if turn.role != "assistant")
+        except (RowError, RecursionError):
+            continue
+        read += 1
+    if not read:
+        return None
+    rows = _count_rows(files, values)
+    if tokenized:
+        return DataSample(rows, Estimate.exactly(0.0), Estimate.within(answers / read, 1.2), 1.0, tokenized=True)
+    of_row = [Estimate.exactly(count / read).divide_by(CHARACTERS_PER_TOKEN) for count in (prompts, answers)]
+    return DataSample(rows, of_row[0], of_row[1], max(turns / read, 1.0))
+
+
+def _count_rows(files: list[Path], first: list[Any]) -> Estimate:
+    """Return the number of rows: counted where that is cheap, else by the size of the first rows."""
+    found = Estimate.exactly(0.0)
+    size = sum(len(json.dumps(value, ensure_ascii=False, default=str).encode()) for value in first) / max(len(first), 1)
+    for path in files:
+        if path.suffix.lower() == ".parquet":
+            import pyarrow.parquet as pq
+
+            found += Estimate.exactly(pq.ParquetFile(path).metadata.num_rows)
+        elif path.suffix.lower() == ".jsonl" and path.stat().st_size <= _COUNTED_BYTES:
+            with path.open("rb") as lines:
+                found += Estimate.exactly(sum(bool(line.strip()) for line in lines))
+        else:
+            found += Estimate.within(path.stat().st_size / max(size, 1.0), _UNKNOWN_ROWS_FACTOR)
+    return found

@@ -1,0 +1,397 @@
+"""The steps of one way to keep features: tokens, seconds, devices and bytes of each result that is not there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from draftworks.config.capture import CaptureSpec
+from draftworks.config.registry_files import TrainingSpec
+from draftworks.config.streaming import StreamingSpec
+from draftworks.planning.amounts import TRAIN, Amount
+from draftworks.planning.estimates import NOTHING, Estimate, Source
+from draftworks.planning.made_results import (
+    Found,
+    find_draft,
+    find_eval_features,
+    find_export,
+    find_features,
+    find_gate,
+    find_planned_features,
+    find_report,
+    find_tokens,
+    list_taps,
+)
+from draftworks.planning.measurements import Program
+from draftworks.planning.rates import ProgramRate, count_ranks, find_device, find_rate
+from draftworks.planning.subject import PlanSubject
+from draftworks.storage.artifacts import Artifact
+from draftworks.storage.asset_names import (
+    FP8_GATE,
+    HELDOUT_RESPONSES,
+    RESPONSES,
+    TRAINING_FEATURES,
+    of_eval_set,
+    of_strategy,
+)
+from draftworks.storage.data_records import FeaturesIdentity
+from draftworks.storage.identity import EngineIdentity, FeatureIdentity, LastHidden, LayerTap, digest
+from draftworks.targets.registry import HELDOUT
+
+Way = Literal["stored", "fp8", "streamed"]
+WAYS: tuple[Way, ...] = ("stored", "fp8", "streamed")
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One result that a run makes.
+
+    Attributes:
+        key: equal for results that targets share, which are made once.
+        tokens: of all its work, the part included that exists.
+        made_share: share of the work that exists, 0 to 1.
+        seconds: of what is left to do.
+        devices: GPUs, or processes on the CPU.
+        nbytes: bytes of the features that it stores, those that exist included.
+    """
+
+    asset: str
+    key: str
+    tokens: Estimate
+    made_share: float
+    seconds: Estimate
+    devices: int
+    source: Source
+    nbytes: Estimate = NOTHING
+
+    @property
+    def gpu_hours(self) -> Estimate:
+        return self.seconds * (self.devices / 3600)
+
+    @property
+    def is_made(self) -> bool:
+        return self.made_share >= 1.0
+
+    @property
+    def new_bytes(self) -> Estimate:
+        """Bytes of the features that are not stored yet."""
+        return self.nbytes * (1.0 - self.made_share)
+
+
+@dataclass(frozen=True)
+class StepPlanner:
+    """Plans the steps of one way to keep features.
+
+    Attributes:
+        strategies: whose drafts are planned.
+        trainings: settings of each training, in place of those of the registry where they differ.
+        anew: drafts are trained again, even if they exist.
+    """
+
+    subject: PlanSubject
+    amounts: Mapping[str, Amount]
+    way: Way
+    strategies: tuple[str, ...]
+    trainings: Mapping[str, TrainingSpec]
+    anew: bool = False
+
+    @property
+    def capture(self) -> CaptureSpec:
+        """Settings of the capture of training features: those of the registry, with the storage of this way."""
+        capture = self.subject.target.capture
+        if self.way == "streamed":
+            return capture
+        if self.way == "stored":
+            return capture.as_plain()
+        storage = "fp8_taps" if capture.storage == "plain" else capture.storage
+        return capture.model_copy(update={"storage": storage, "dtype": "bfloat16"})
+
+    def list_steps(self) -> Iterator[PlannedStep]:
+        """Yield the steps in the order in which a run makes them."""
+        yield self._plan_answers(TRAIN, RESPONSES)
+        for name in self.subject.eval_sets:
+            asset = HELDOUT_RESPONSES if name == HELDOUT else of_eval_set(name).responses
+            yield self._plan_answers(name, asset)
+        for name in self.subject.eval_sets:
+            yield self._plan_eval_features(name)
+        if self.way == "fp8":
+            yield self._plan_gate()
+        yield self._plan_features()
+        for number, strategy in enumerate(self.strategies):
+            yield from self._plan_draft(strategy, leads=number == 0)
+
+    def count_peak_bytes(self, steps: tuple[PlannedStep, ...]) -> Estimate:
+        """Return the bytes of features that are stored at most: all of them, or what a stream holds."""
+        total = sum((each.nbytes for each in steps), NOTHING)
+        return total if self.way != "streamed" else total + self._hold_stream()
+
+    @cached_property
+    def _features(self) -> Found:
+        return find_features(self.subject, self._tokens_result, self.capture)
+
+    @cached_property
+    def _tokens_result(self) -> Artifact | None:
+        return find_tokens(self.subject, self._train.found)
+
+    @property
+    def _train(self) -> Amount:
+        return self.amounts[TRAIN]
+
+    def _find_rate(self, program: Program, strategy: str = "") -> ProgramRate:
+        subject = self.subject
+        ranks = self._count_ranks(program, strategy)
+        return find_rate(subject, program, find_device(subject, program, strategy), ranks, strategy)
+
+    def _count_ranks(self, program: Program, strategy: str = "") -> int:
+        if program in ("train", "evaluate") and strategy in self.trainings:
+            nodes = self.subject.registry.resolve_launcher(self.subject.target, program).nodes
+            return nodes * self.trainings[strategy].processes
+        return count_ranks(self.subject, program, strategy)
+
+    def _plan_answers(self, name: str, asset: str) -> PlannedStep:
+        amount, settings = self.amounts[name], self.subject.target.responses
+        rate = self._find_rate("regenerate")
+        share = _divide(amount.found.count_samples(amount.samples.value), amount.samples.value)
+        made = amount.found.exact is not None
+        work = amount.generated * (0.0 if made else 1.0 - share)
+        remote = name == TRAIN and settings.endpoint is not None
+        return PlannedStep(
+            asset=asset,
+            key=self._make_key(asset, self._data_key(name)),
+            tokens=amount.generated,
+            made_share=1.0 if made else min(share, 0.999999),
+            seconds=NOTHING if made or not amount.generated.high else rate.estimate_seconds(work),
+            devices=0 if remote else self._count_ranks("regenerate"),
+            source=rate.source if amount.generated.high else Source("counted", "the data's own answers are taken"),
+        )
+
+    def _plan_eval_features(self, name: str) -> PlannedStep:
+        amount, asset = self.amounts[name], of_eval_set(name).features
+        made = find_eval_features(self.subject, name, amount.found) is not None
+        rate = self._find_rate("capture")
+        plain = self.subject.target.capture.as_plain()
+        return PlannedStep(
+            asset=asset,
+            key=self._make_key(asset, [self._data_key(name), list_taps(self.subject), plain.to_identity()]),
+            tokens=amount.tokens,
+            made_share=1.0 if made else 0.0,
+            seconds=NOTHING if made else rate.estimate_seconds(amount.tokens),
+            devices=self._count_ranks("capture"),
+            source=rate.source,
+            nbytes=amount.tokens * count_token_bytes(self.subject, plain),
+        )
+
+    def _plan_features(self) -> PlannedStep:
+        amount, rate = self._train, self._find_rate("capture")
+        streamed, found = self.way == "streamed", self._features
+        made = not streamed and found.exact is not None
+        share = 0.0 if streamed else _divide(found.count_samples(amount.samples.value), amount.samples.value)
+        work = NOTHING if streamed else amount.tokens * (1.0 - share)
+        key = [self._data_key(TRAIN), list_taps(self.subject), self.capture.to_identity(), streamed]
+        return PlannedStep(
+            asset=TRAINING_FEATURES,
+            key=self._make_key(TRAINING_FEATURES, key),
+            tokens=NOTHING if streamed else amount.tokens,
+            made_share=1.0 if made else min(share, 0.999999),
+            seconds=NOTHING if made else rate.estimate_seconds(work),
+            devices=self._count_ranks("capture"),
+            source=rate.source,
+            nbytes=NOTHING if streamed else self._count_stored_bytes(),
+        )
+
+    def _count_stored_bytes(self) -> Estimate:
+        """Return the bytes of the training features: those of the set that exists, or by the samples that repeat."""
+        exact = self._features.exact
+        if exact is not None:
+            return Estimate.exactly(exact.summary["bytes"])
+        per_token = count_token_bytes(self.subject, self.capture)
+        return self._train.tokens * (per_token * find_distinct_share(self.subject))
+
+    def _plan_gate(self) -> PlannedStep:
+        """Plan the comparison that fp8 needs: a plain capture of a sample, and trainings and reports with each seed."""
+        gates, amount = self.subject.target.gates, self._train
+        storage = self.capture.storage
+        made = gates.fp8_ungated or find_gate(self.subject, storage) is not None
+        mean = _mean_tokens(amount)
+        sample = mean.times(amount.samples.cap(gates.fp8_samples))
+        capture = self._find_rate("capture")
+        seconds, source = capture.estimate_seconds(sample), capture.source
+        plain = find_features(self.subject, self._tokens_result, self.subject.target.capture.as_plain())
+        heldout, runs = self.amounts[HELDOUT].tokens, 2 * gates.fp8_seeds
+        for strategy in self.strategies:
+            train, evaluate = self._find_rate("train", strategy), self._find_rate("evaluate", strategy)
+            tokens = mean * (gates.fp8_steps * self.trainings[strategy].global_batch_size)
+            seconds += (train.estimate_seconds(tokens) + evaluate.estimate_seconds(heldout)) * runs
+            source = source.or_worse(train.source)
+        return PlannedStep(
+            asset=FP8_GATE,
+            key=self._make_key(FP8_GATE, [self.subject.target.name, storage]),
+            tokens=sample,
+            made_share=1.0 if made else 0.0,
+            seconds=NOTHING if made else seconds,
+            devices=max(self._count_ranks("train", strategy) for strategy in self.strategies),
+            source=source,
+            nbytes=NOTHING
+            if made or plain.exact
+            else sample * count_token_bytes(self.subject, self.capture.as_plain()),
+        )
+
+    def _plan_draft(self, strategy: str, leads: bool) -> Iterator[PlannedStep]:
+        names, training = of_strategy(strategy), self.trainings[strategy]
+        found = None if self.anew else self._find_draft(strategy)
+        report = find_report(self.subject, strategy, found)
+        export = find_export(self.subject, strategy, found)
+        rate = self._find_rate("train", strategy)
+        tokens = count_training_tokens(training, self._train)
+        devices = self._count_ranks("train", strategy)
+        step = PlannedStep(
+            asset=names.draft,
+            key=self._make_key(names.draft, self.subject.target.name),
+            tokens=tokens,
+            made_share=0.0 if found is None else 1.0,
+            seconds=NOTHING if found is not None else rate.estimate_seconds(tokens),
+            devices=devices,
+            source=rate.source,
+        )
+        streams = self.way == "streamed" and found is None
+        yield self._add_stream(step, strategy, leads) if streams else step
+        heldout = sum((self.amounts[name].tokens for name in self.subject.eval_sets), NOTHING)
+        rate = self._find_rate("evaluate", strategy)
+        yield PlannedStep(
+            asset=names.report,
+            key=self._make_key(names.report, self.subject.target.name),
+            tokens=heldout,
+            made_share=0.0 if report is None else 1.0,
+            seconds=NOTHING if report is not None else rate.estimate_seconds(heldout),
+            devices=devices,
+            source=rate.source,
+        )
+        if self.subject.target.strategies[strategy].export.formats == []:
+            return
+        rate = self._find_rate("export", strategy)
+        yield PlannedStep(
+            asset=names.export,
+            key=self._make_key(names.export, self.subject.target.name),
+            tokens=NOTHING,
+            made_share=0.0 if export is None else 1.0,
+            seconds=NOTHING if export is not None else rate.start_s,
+            devices=1,
+            source=rate.source,
+        )
+
+    def _find_draft(self, strategy: str) -> Artifact | None:
+        """Return the draft of this training. Stored and streamed features of the same samples make the same draft."""
+        tokens, stored = self._tokens_result, self._features.exact
+        features = stored or find_planned_features(self.subject, tokens, self.capture)
+        return find_draft(self.subject, strategy, tokens, features)
+
+    def _add_stream(self, step: PlannedStep, strategy: str, leads: bool) -> PlannedStep:
+        """Return a training with its capture beside it. Drafts that share a stream follow that of the first."""
+        streaming = self.subject.target.streaming
+        if streaming is not None and streaming.share and not leads:
+            return step
+        rate = self._find_rate("capture")
+        captured = self._count_captured(strategy)
+        beside = rate.estimate_seconds(captured)
+        train, on_gpu = step.seconds, self.subject.uses_gpu(self.capture.device)
+        slower = Estimate(
+            max(train.low, beside.low),
+            max(train.value, beside.value) if on_gpu else train.value + beside.value,
+            train.high + beside.high,
+        )
+        devices = step.devices + self._count_ranks("capture")
+        return replace(step, seconds=slower, devices=devices, source=step.source.or_worse(rate.source))
+
+    def _count_captured(self, strategy: str) -> Estimate:
+        """Return the tokens that producers capture for a training: each sample once, or again in each epoch."""
+        trained = count_training_tokens(self.trainings[strategy], self._train)
+        if self._keeps_stream():
+            tokens = self._train.tokens
+            return Estimate(
+                min(trained.low, tokens.low), min(trained.value, tokens.value), min(trained.high, tokens.high)
+            )
+        return trained
+
+    def _keeps_stream(self) -> bool:
+        settings = self.subject.target.streaming or StreamingSpec()
+        nbytes = self._train.tokens.value * count_token_bytes(self.subject, self.capture)
+        return settings.resolve_keep(round(nbytes), self.capture.budget_gb).keep == "until_last_use"
+
+    def _hold_stream(self) -> Estimate:
+        """Return the bytes that a stream holds at most: what is kept for later epochs, or what producers are ahead with."""
+        per_token = count_token_bytes(self.subject, self.capture)
+        whole = self._train.tokens * per_token
+        if self._keeps_stream() and any(self.trainings[name].epochs > 1 for name in self.strategies):
+            return whole
+        limits = (self.subject.target.streaming or StreamingSpec()).watermark
+        batch = max(self.trainings[name].global_batch_size for name in self.strategies)
+        of_sample = _mean_tokens(self._train) * per_token
+        window = whole
+        for limit in (limits.samples, None if limits.steps is None else limits.steps * batch):
+            if limit is not None:
+                held = of_sample * limit
+                window = Estimate(min(window.low, held.low), min(window.value, held.value), min(window.high, held.high))
+        return window if limits.bytes is None else window.cap(limits.bytes)
+
+    def _data_key(self, name: str) -> list[object]:
+        """Return what decides the answers of a part of the data, but for the target's weights."""
+        target = self.subject.target
+        dataset = target.dataset if name in (TRAIN, HELDOUT) else self.subject.registry.load_eval_set(name).dataset
+        return [name, dataset, target.data.to_identity(), target.responses.to_identity(), target.max_length]
+
+    def _make_key(self, asset: str, decided_by: object) -> str:
+        target, files = self.subject.target, self.subject.files
+        weights = [target.model, target.revision] if files is None else files.digest
+        return f"{asset} {digest([weights, target.capture.engine, decided_by])}"
+
+
+def count_token_bytes(subject: PlanSubject, capture: CaptureSpec) -> int:
+    """Return the bytes that the features of one token take in a store: all taps of the target's drafts, and `last`."""
+    identity = FeatureIdentity("", EngineIdentity(capture.engine), capture.dtype, capture.storage)
+    streams = [*(LayerTap(tap) for tap in list_taps(subject)), LastHidden()]
+    return sum(identity.count_bytes(stream, subject.shape.hidden_size) for stream in streams)
+
+
+def find_distinct_share(subject: PlanSubject) -> float:
+    """Return the share of the training tokens that is stored, as samples with equal tokens are stored once.
+
+    It is that of the target's newest feature set; 1 where there is none.
+    """
+    for each in subject.list_results(TRAINING_FEATURES):
+        found, figures = FeaturesIdentity.of(each), each.summary
+        kept = found.capture or {}
+        if not figures.get("tokens") or kept.get("dtype") not in ("float32", "bfloat16"):
+            continue
+        identity = FeatureIdentity("", EngineIdentity(""), kept["dtype"], kept.get("storage", "plain"))
+        streams = [*(LayerTap(tap) for tap in found.taps or ()), LastHidden()]
+        per_token = sum(identity.count_bytes(stream, subject.shape.hidden_size) for stream in streams)
+        return min(figures["bytes"] / (figures["tokens"] * per_token), 1.0)
+    return 1.0
+
+
+def count_training_tokens(training: TrainingSpec, amount: Amount) -> Estimate:
+    """Return the tokens that a training takes through the draft: those of its steps' samples, each epoch counted."""
+    batch = training.global_batch_size
+    samples = (amount.samples.low, amount.samples.value, amount.samples.high)
+    steps = [training.count_steps(int(count) // batch) for count in samples]
+    mean = _mean_tokens(amount)
+    return Estimate(
+        steps[0] * batch * mean.low, steps[1] * batch * mean.value, steps[2] * batch * max(mean.high, mean.value)
+    )
+
+
+def _mean_tokens(amount: Amount) -> Estimate:
+    """Return the tokens of one sample."""
+    pairs = zip(
+        (amount.tokens.low, amount.tokens.value, amount.tokens.high),
+        (amount.samples.low, amount.samples.value, amount.samples.high),
+        strict=True,
+    )
+    low, value, high = sorted(_divide(tokens, samples) for tokens, samples in pairs)
+    return Estimate(low, value, high)
+
+
+def _divide(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,80 @@
+"""What a plan is made of: a target's entry, its files as far as they are known, and what this deployment has made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from draftworks.config.dataset_urls import is_url
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.data.sources import digest_dataset
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.identity import DigestNotCached, RememberedDigests
+from draftworks.targets.registry import HELDOUT, Registry
+from draftworks.targets.resolve import TargetShape, read_shape, resolve_target
+
+_GPU_DEVICE = Path("/dev/nvidia0")
+
+
+@dataclass(frozen=True)
+class PlanSubject:
+    """A target of a registry, and the results of its deployment.
+
+    Attributes:
+        digests: of files that were read before. What was never read is not read for a plan: nothing was made of it.
+        before: only results that were made before this time count, in seconds since the epoch.
+    """
+
+    target: TargetSpec
+    registry: Registry
+    artifacts: ArtifactStore
+    digests: RememberedDigests
+    before: float = math.inf
+
+    @classmethod
+    def of(cls, name: str, registry: Registry, before: float = math.inf) -> PlanSubject:
+        """Return the subject for a target of the registry. Raises ConfigError if its entry is invalid."""
+        var = registry.resolve_var_folder()
+        digests = RememberedDigests(var / "digests.json")
+        return cls(registry.load_target(name), registry, ArtifactStore(var, digests), digests, before)
+
+    @cached_property
+    def shape(self) -> TargetShape:
+        """Sizes of the model. Raises ConfigError if its config.json cannot be read."""
+        return read_shape(self.target, self.registry)
+
+    @cached_property
+    def files(self) -> TargetFiles | None:
+        """The target with its digests; None if they would have to be computed, so that nothing was made of it yet."""
+        try:
+            return resolve_target(self.target, self.registry, self.digests)
+        except DigestNotCached:
+            return None
+
+    @cached_property
+    def eval_sets(self) -> tuple[str, ...]:
+        """`heldout` and the named eval sets."""
+        return (HELDOUT, *self.target.evals)
+
+    def list_results(self, asset: str) -> list[Artifact]:
+        """Return the results of an asset for this target, newest first."""
+        return [each for each in self.artifacts.list_all(asset, self.target.name) if each.created < self.before]
+
+    def find_data_version(self, dataset: str) -> str | None:
+        """Return the digest of a data set; None if its files were never read, or lie elsewhere and are not asked for."""
+        spec = self.registry.load_dataset(dataset)
+        if any(map(is_url, spec.files)):
+            return None
+        try:
+            return digest_dataset(spec, self.registry.root, self.digests)
+        except DigestNotCached:
+            return None
+
+    def uses_gpu(self, device: str) -> bool:
+        """Whether a job's device is a GPU: `auto` is one unless jobs run on this machine, which has none."""
+        if device != "auto":
+            return device == "cuda"
+        return self.registry.load_deployment().launcher.kind != "local" or _GPU_DEVICE.exists()
