@@ -268,6 +268,7 @@ OF_THE_INSTALLATION = {
     BudgetSpec,
     DeploymentSpec,
     FeaturesSpec,
+    PricesSpec,
     RetentionSpec,
     SGLangSpec,
     *KINDS.values(),
