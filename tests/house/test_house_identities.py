@@ -24,6 +24,7 @@ from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import KINDS
 from draftworks.config.object_storage import BucketAccess, ObjectStorageSpec, PublishSpec
+from draftworks.config.prices import PricesSpec
 from draftworks.config.registry_files import (
     DatasetSpec,
     DataSpec,
@@ -35,7 +36,6 @@ from draftworks.config.registry_files import (
     TargetSpec,
     TrainingSpec,
 )
-from draftworks.config.prices import PricesSpec
 from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.retention import RetentionSpec
 from draftworks.config.service import HookSpec, ServiceSpec
