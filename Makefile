@@ -9,6 +9,7 @@
 # make test-mooncake      tests of stores and streams in a real Mooncake; that library is installed beside .venv
 # make test-cluster       tests on a real Slurm and Postgres, unpacked beside .venv from Debian's packages, and a real S3 server
 # make test-ray           tests on a real Ray cluster of two nodes on this machine; Ray is installed beside .venv
+# make test-trackers      tests with the real wandb, MLflow and Trackio, offline; they are installed beside .venv (200 MB)
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
 # make docs               the documents as a site in var/site; a broken link is an error
@@ -32,6 +33,7 @@ SGLANG := .venv-sglang
 MOONCAKE := .venv-mooncake
 CLUSTER := .cluster
 RAY := .venv-ray
+TRACKERS := .venv-trackers
 MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
 MOONCAKE_LIBRARIES = $(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH
 export DAGSTER_HOME := $(CURDIR)/.dagster
@@ -39,7 +41,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-long test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo demo-streamed ui test test-long test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -52,7 +54,7 @@ ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)
 
 test: $(VENV)/ready .dagster/ready lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster and not ray'
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster and not ray and not trackers'
 
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest --timeout 3600 -m 'long and not mooncake and not sglang and not cluster and not ray'
@@ -97,6 +99,11 @@ test-ray: $(RAY)/ready
 	$(RAY)/bin/python -m pytest -m ray tests/resources
 
 ray-env: $(RAY)/ready
+
+test-trackers: $(TRACKERS)/ready
+	$(TRACKERS)/bin/python -m pytest -m trackers tests/programs tests/training/trackers
+
+trackers-env: $(TRACKERS)/ready
 
 # A machine with a GPU comes with its own torch: nothing is installed, and the engine is read from the checkout.
 test-gpu:
@@ -189,6 +196,15 @@ $(RAY)/ready: tools/ray-requirements.txt $(VENV)/ready
 	$(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@$(RAY)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
+		"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+# As Mooncake's: .venv and three libraries more.
+$(TRACKERS)/ready: tools/trackers-requirements.txt $(VENV)/ready
+	rm -rf $(TRACKERS)
+	$(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(TRACKERS)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
 		"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 

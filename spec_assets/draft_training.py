@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 
 from draftworks.config.registry_files import TargetSpec
-from draftworks.config.run_files import CHECKPOINTS_FOLDER
+from draftworks.config.run_files import CHECKPOINTS_FOLDER, TRACKERS_FOLDER
 from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.fleet.draft_staleness import OVERRIDES
@@ -62,7 +62,7 @@ class DraftTraining:
         if self.config.start_from:
             overrides["start_from"] = self.config.start_from
         summary = {**report, **figures, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
-        return BuildResult(summary["weights_digest"], summary, (CHECKPOINTS_FOLDER,), changes)
+        return BuildResult(summary["weights_digest"], summary, (CHECKPOINTS_FOLDER, TRACKERS_FOLDER), changes)
 
 
 def train_drafts(

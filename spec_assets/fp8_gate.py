@@ -11,6 +11,7 @@ import dagster as dg
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.run_files import VOCAB_FILE, CaptureRun, EvaluateRun, FeatureSet, TargetFiles, TrainRun
 from draftworks.config.strategies import StrategySpec, resolve_strategy
+from draftworks.config.trackers import TrackersSpec
 from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import (
@@ -231,6 +232,7 @@ class Comparison:
         changes = {
             **{"seed": seed, "max_steps": self.target.gates.fp8_steps, "epochs": float(self.target.gates.fp8_steps)},
             **{"publish": "last", "eval_every": 0, "patience": 0, "tensorboard": False},
+            "trackers": TrackersSpec(),
         }
         return self.target.strategies[name].training.model_copy(update=changes)
 

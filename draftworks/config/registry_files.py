@@ -20,6 +20,7 @@ from draftworks.config.responses import ResponseSpec
 from draftworks.config.service import ServiceSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.streaming import StreamingSpec, StreamSteps, count_steps
+from draftworks.config.trackers import TrackersSpec
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -122,6 +123,7 @@ class TrainingSpec(Spec):
         default=False, description="Write checkpoints while training goes on, from a copy of the state."
     )
     tensorboard: bool = Field(default=False, description="Also write TensorBoard event files beside the draft.")
+    trackers: TrackersSpec = Field(default_factory=TrackersSpec, description="Services that show its curves as well.")
 
     def count_steps(self, steps_per_epoch: int) -> int:
         """Return the optimizer steps of this training, see `count_steps`."""
@@ -168,7 +170,9 @@ class TrainingSpec(Spec):
         """
         cut = {"processes", "micro_batch_size", "pack_tokens", "pack_overlong"}
         kept = {"save_every", "keep_checkpoints", "save_async"}
-        return self.model_dump(exclude=cut | kept | {"device", "compile", "log_every", "tensorboard", "shard_within"})
+        return self.model_dump(
+            exclude=cut | kept | {"device", "compile", "log_every", "tensorboard", "trackers", "shard_within"}
+        )
 
 
 class LoopSpec(Spec):

@@ -36,6 +36,8 @@ COPY_VARIABLE = "DRAFTWORKS_COPY"
 WORKER_FIGURES = "figures.json"
 """In `out` of a job that takes parts of another's work: numbers to be added to those of the other's report."""
 CHECKPOINTS_FOLDER = "checkpoints"
+TRACKERS_FOLDER = "trackers"
+"""What a training wrote for its trackers: in no manifest, as `wandb sync` writes there too."""
 """A training's checkpoints in the folder of its draft."""
 
 

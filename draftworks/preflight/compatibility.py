@@ -15,6 +15,7 @@ from draftworks.config.registry_files import ExportSettings, TargetSpec
 from draftworks.config.run_files import VOCAB_FILE, TargetFiles
 from draftworks.config.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
 from draftworks.config.streaming import StreamFollower, StreamSteps, require_one_schedule
+from draftworks.config.trackers import require_trackers
 from draftworks.errors import ConfigError, StoreError
 from draftworks.sglang.families import refuse_on_cpu
 from draftworks.sglang.layers import check_capture, read_architecture, to_eagle3_ids
@@ -45,6 +46,7 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
             )
         if entry.training.pack_tokens is not None:
             strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
+        require_trackers(entry.training.trackers, f"target {target.name}: strategies.{name}.training.trackers")
         _check_watermark(target, name, entry.training.global_batch_size)
         _check_export(strategy, options, files, entry.export, f"target {target.name}: strategies.{name}.export")
         _check_served_taps(target, files, name, entry.export)

@@ -32,7 +32,9 @@ from draftworks.programs.assembly import (
 )
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runtime.training_stream import PLAN_AGAIN, TrainingStream
+from draftworks.storage.artifacts import PARTIAL
 from draftworks.storage.atomic import publish_file
+from draftworks.storage.identity import digest
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_files import read_record
@@ -41,6 +43,9 @@ from draftworks.training.controller import StepDiscarded
 from draftworks.training.observers import ProgressReport, TensorBoardLog, TrainingObserver
 from draftworks.training.plots import render_training_plot
 from draftworks.training.resume_point import EarlierPlan, find_resume_point
+from draftworks.training.trackers.background import BackgroundTracker
+from draftworks.training.trackers.open import TrackedDraft, make_trackers, report_to
+from draftworks.training.trackers.tracker import flatten_parameters
 from draftworks.training.trainer import Persistence, TrainedWeights, Trainer
 
 HISTORY, PLOT = "history.json", "training.png"
@@ -96,7 +101,9 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
     held_out = open_samples(run.heldout, run.store, draft.strategy, run.target)
     require_same_dtype(samples, held_out)
     run.out.mkdir(parents=True, exist_ok=True)
-    persistence = _make_persistence(run, _make_identity(run, draft, samples, held_out, begun), draft, stream)
+    identity = _make_identity(run, draft, samples, held_out, begun)
+    persistence = _make_persistence(run, identity, draft, stream)
+    trackers = _make_trackers(run, ctx, identity)
     trainer = Trainer(
         draft.strategy,
         build_training_loader(samples, draft.strategy, run.training, ctx),
@@ -105,7 +112,7 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
         ),
         run.training,
         device,
-        _make_observers(run, ctx, stream),
+        [*_make_observers(run, ctx, stream), *trackers],
         persistence,
         lambda: stop.signum or (0 if stream is None else stream.stop_code),
         evaluates_start=begun is not None,
@@ -120,11 +127,12 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
             ctx.log(f"of the draft's own, not the target's: {own}")
     if not trainer.can_evaluate():
         raise make_empty_heldout_error(run.heldout)
-    if stream is None:
-        trainer.fit()
-    elif not _fit_streamed(trainer, stream, ctx):
-        return None
-    _stop_if_asked(trainer)
+    with report_to(trackers):
+        if stream is None:
+            trainer.fit()
+        elif not _fit_streamed(trainer, stream, ctx):
+            return None
+        _stop_if_asked(trainer)
     return _Trained(
         draft,
         trainer,
@@ -212,6 +220,17 @@ def _make_observers(run: TrainRun, ctx: ProgramContext, stream: TrainingStream |
     if run.training.tensorboard and ctx.is_main:
         observers.append(TensorBoardLog(run.out / "tensorboard"))
     return observers
+
+
+def _make_trackers(run: TrainRun, ctx: ProgramContext, identity: dict[str, Any]) -> list[BackgroundTracker]:
+    """Return the trackers of the training, on rank 0. They are told options and digests, and nothing of the data."""
+    if not ctx.is_main:
+        return []
+    options = {**identity, "training": run.training.model_dump(exclude={"trackers"})}
+    name = run.out.name.removesuffix(PARTIAL)
+    parameters = flatten_parameters(options)
+    draft = TrackedDraft(run.target.name, run.strategy, name, digest(identity), parameters, run.out)
+    return make_trackers(run.training.trackers, draft, ctx.log)
 
 
 def _describe_plan(run: TrainRun, draft: Draft, samples: Samples, trainer: Trainer, persistence: Persistence) -> str:

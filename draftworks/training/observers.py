@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from draftworks.errors import ConfigError
 from draftworks.training.history import EvalPoint, TrainPoint
+from draftworks.training.scalars import list_eval_scalars, list_train_scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -98,21 +99,15 @@ class TensorBoardLog:
         return self._writer
 
     def on_train(self, point: TrainPoint, total_steps: int) -> None:
-        writer = self._writer_from(point.step)
-        for name in ("loss", "accuracy", "simulated_acc_len", "lr", "grad_norm", "tokens_per_s"):
-            value = getattr(point, name)
-            if value is not None:
-                writer.add_scalar(f"train/{name}", value, point.step)
-        writer.flush()
+        self._write(point.step, list_train_scalars(point))
 
     def on_eval(self, point: EvalPoint) -> None:
-        writer = self._writer_from(point.step)
-        for name, value in point.result.metrics().items():
-            if isinstance(value, list):
-                for position, item in enumerate(value):
-                    writer.add_scalar(f"{name}/{position}", item, point.step)
-            else:
-                writer.add_scalar(name, value, point.step)
+        self._write(point.step, list_eval_scalars(point))
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        writer = self._writer_from(step)
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
         writer.flush()
 
 

@@ -43,6 +43,7 @@ from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.streaming import ControlSpec, StreamingSpec, StreamStoreSpec, WatermarkSpec
+from draftworks.config.trackers import MlflowSpec, TrackersSpec, TrackioSpec, WandbSpec
 from draftworks.targets.registry import Registry, resolve_recipe
 
 SERVER = CaptureSpec(backend="sglang_server")
@@ -107,8 +108,9 @@ SETTINGS = [
         },
         {
             *("processes", "micro_batch_size", "pack_tokens", "pack_overlong", "device", "compile", "log_every"),
-            *("save_every", "keep_checkpoints", "save_async", "tensorboard", "shard_within"),
+            *("save_every", "keep_checkpoints", "save_async", "tensorboard", "trackers", "shard_within"),
         },
+        {"trackers": TrackersSpec(trackio=TrackioSpec())},
     ),
     Settings(
         EvaluationSpec(),
@@ -266,6 +268,10 @@ IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec}
 """Name files and a selection: results have digests of what is in them."""
 OF_THE_INSTALLATION = {
     BudgetSpec,
+    TrackersSpec,
+    TrackioSpec,
+    WandbSpec,
+    MlflowSpec,
     DeploymentSpec,
     FeaturesSpec,
     PricesSpec,

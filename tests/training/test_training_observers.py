@@ -106,7 +106,7 @@ def test_damaged_history_is_refused_by_name(content: str, tmp_path: Path) -> Non
 
 def test_missing_tensorboard_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"TensorBoard is not installed.*draftworks\[tensorboard\]"):
+    with pytest.raises(ConfigError, match=r"TensorBoard is not installed: pip install -e '\.\[tensorboard\]'"):
         TensorBoardLog(tmp_path)
 
 
