@@ -36,7 +36,7 @@ def encode_stream(stream: Tensor) -> Tensor:
     """Return a stream (S, H) of any float dtype as float8_e4m3fn (S, H + 4), with its scales.
 
     The scale is the largest finite magnitude of the token over 448, at least `MIN_SCALE`. The relative error of a value
-    is at most 2^-4 unless it is below 2^-6 scales. NaN and infinity become NaN (e4m3 has no infinity).
+    is at most 2^-4 unless it is below 2^-6 scales; reading as bfloat16 adds up to 2^-8 of it. NaN and infinity become NaN (e4m3 has no infinity).
 
     Raises:
         ValueError: the stream is not (S, H).

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from features_toys import ToyTokens, pad_collate, toy_ref
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draftworks.errors import StoreError
@@ -37,6 +37,7 @@ def with_scale(scale: float) -> torch.Tensor:
     return stored
 
 
+@example(686, 1e-9, torch.float32)  # bfloat16 adds 2^-8 of the value there
 @given(st.integers(0, 2**31), st.sampled_from([1e-9, 1.0, 3e4, 1e30]), st.sampled_from([torch.bfloat16, torch.float32]))
 def test_a_normal_value_is_off_by_a_sixteenth_at_most_and_others_by_less_than_that_of_the_smallest_normal(
     seed: int, size: float, dtype: torch.dtype
@@ -44,8 +45,9 @@ def test_a_normal_value_is_off_by_a_sixteenth_at_most_and_others_by_less_than_th
     generator = torch.Generator().manual_seed(seed)
     spread = torch.exp2(torch.randint(-12, 1, (5, 33), generator=generator).float())
     stream = (torch.randn(5, 33, generator=generator) * spread * size).to(dtype)
-    scales = stream.float().abs().amax(dim=1, keepdim=True) / 448
-    found = round_trip(stream, torch.bfloat16).float()
+    scales = (stream.float().abs().amax(dim=1, keepdim=True) / 448).clamp(min=MIN_SCALE)
+    found = round_trip(stream, torch.float32)
+    assert torch.equal(round_trip(stream, torch.bfloat16), found.bfloat16())
     error, normal = (found - stream.float()).abs(), stream.float().abs() >= 2**-6 * scales
     assert bool((error <= 2**-4 * stream.float().abs())[normal].all())
     assert bool((error <= 2**-9 * scales)[~normal].all())
