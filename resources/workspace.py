@@ -10,7 +10,7 @@ import dagster as dg
 from pydantic import Field
 
 from draftworks.config.launchers import LauncherSpec
-from draftworks.config.registry_files import CaptureSpec, DatasetSpec
+from draftworks.config.registry_files import CaptureSpec, DatasetSpec, TargetSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
 from draftworks.config.sglang import SGLangSpec
 from draftworks.data.sources import digest_dataset
@@ -23,6 +23,7 @@ from draftworks.storage.publication import Publication
 from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
+from draftworks.targets.training_data import digest_training_data
 
 
 class Workspace(dg.ConfigurableResource):
@@ -67,6 +68,12 @@ class Workspace(dg.ConfigurableResource):
     def read_dataset_version(self, dataset: DatasetSpec) -> str:
         """Return the content digest of a data set's files as they are now."""
         return digest_dataset(dataset, self.registry.root, self.digests)
+
+    def read_training_data_version(self, target: TargetSpec) -> str:
+        """Return the content digest of the data that a target's drafts are trained on, as it is now."""
+        if target.mix is None:
+            return self.read_dataset_version(self.registry.load_dataset(target.dataset))
+        return digest_training_data(target, self.registry, self.digests)
 
     def locate_feature_store(self, files: TargetFiles) -> StoreSpec:
         """Return the feature store of a target's weights, shared by all runs, strategies and targets of these weights.

@@ -62,5 +62,5 @@ def digest_inputs(workspace: Workspace, target: str) -> str:
     registry = workspace.registry
     spec = registry.load_target(target)
     files = workspace.resolve_target_files(target)
-    data = workspace.read_dataset_version(registry.load_dataset(spec.dataset))
+    data = workspace.read_training_data_version(spec)
     return digest([files.digest, files.tokenizer_digest, data, resolve_recipe(spec, registry)])

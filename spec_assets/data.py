@@ -23,10 +23,11 @@ from draftworks.storage.asset_names import (
 )
 from draftworks.storage.data_records import AnswersIdentity, ConversationsIdentity
 from draftworks.targets.answers import make_answers_identity, make_greedy_settings
+from draftworks.targets.training_data import load_slice_plan, load_training_datasets
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, report_result, require_target, to_severity
-from spec_assets.metadata import describe_rejections, select_figures
+from spec_assets.metadata import describe_lineage, describe_rejections, select_figures
 from spec_assets.workers import launch_workers
 
 GROUP = "data"
@@ -43,16 +44,21 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
     hash."""
     registry = workspace.registry
     target = registry.load_target(context.partition_key)
-    source = registry.load_dataset(target.dataset)
     files = workspace.resolve_target_files(target.name)
 
     def build(out: Path) -> BuildResult:
+        if target.mix is not None:
+            from draftworks.data.mix import prepare_mix
+
+            sources, plan = load_training_datasets(target, registry), load_slice_plan(target, registry)
+            return _to_build_result(prepare_mix(sources, plan, target.data, registry.root, files, out))
         from draftworks.data.prepare import prepare_conversations
 
+        source = registry.load_dataset(target.dataset)
         return _to_build_result(prepare_conversations(source, target.data, registry.root, files, out))
 
     identity = ConversationsIdentity(
-        dataset=workspace.read_dataset_version(source),
+        dataset=workspace.read_training_data_version(target),
         data=target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"}),
         vocab_size=files.vocab_size,
     )
@@ -61,6 +67,7 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
         "dagster/row_count": artifact.summary["conversations"],
         **select_figures(artifact),
         **describe_rejections(artifact),
+        **describe_lineage(artifact),
     }
     return report_result(context, artifact, metadata)
 

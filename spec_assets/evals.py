@@ -34,7 +34,7 @@ from spec_assets.features import (
     require_features,
     select_stream_versions,
 )
-from spec_assets.metadata import describe_rejections, select_figures
+from spec_assets.metadata import describe_lineage, describe_rejections, select_figures
 from spec_assets.workers import launch_workers
 
 CAPTURE_REPORT = "capture.json"
@@ -64,7 +64,8 @@ def _make_set_asset(name: str) -> dg.AssetsDefinition:
         def build(out: Path) -> BuildResult:
             from draftworks.data.prepare import prepare_eval_set
 
-            summary = prepare_eval_set(dataset, spec.max_conversations, target.data, registry.root, files, out)
+            data, root = target.data, registry.root
+            summary = prepare_eval_set(dataset, spec.max_conversations, data, root, files, out, spec.part)
             return BuildResult(data_version=summary["digest"], summary=summary)
 
         identity = EvalSetIdentity(
@@ -72,9 +73,11 @@ def _make_set_asset(name: str) -> dg.AssetsDefinition:
             max_conversations=spec.max_conversations,
             max_rejected_share=target.data.max_rejected_share,
             vocab_size=files.vocab_size,
+            held_out_share=target.data.held_out_share if spec.part == "held_out" else None,
         )
         artifact = obtain_result(context, workspace, identity.to_json(), build)
-        return report_result(context, artifact, {**select_figures(artifact), **describe_rejections(artifact)})
+        metadata = {**select_figures(artifact), **describe_rejections(artifact), **describe_lineage(artifact)}
+        return report_result(context, artifact, metadata)
 
     return conversations
 

@@ -2,25 +2,29 @@
 digests, so that Dagster marks assets as stale that were made from other content."""
 
 import os
+from typing import Any
 
 import dagster as dg
 
 from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.data.sources import find_files
 from draftworks.errors import ConfigError
 from draftworks.preflight.cached_examination import examine_before_run
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.machine import check_machine
+from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.identity import digest
+from draftworks.targets.registry import Registry
+from draftworks.targets.training_data import find_training_files, load_slice_plan, load_training_datasets
 from draftworks.targets.weights import check_target_weights
 from resources.dead_runs import release_dead_runs
 from resources.job_claims import is_taken_over
 from resources.workspace import Workspace
 from spec_assets.common import asset, list_selected_assets
+from spec_assets.metadata import format_table
 
 GROUP = "inputs"
 
@@ -73,25 +77,40 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
 def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The conversations the target's draft learns from, as the files the registry names."""
     registry = workspace.registry
-    spec = registry.load_dataset(registry.load_target(context.partition_key).dataset)
-    files, urls = find_files(spec.files, registry.root), [each for each in spec.files if is_url(each)]
+    target = registry.load_target(context.partition_key)
+    spec = registry.load_dataset(target.dataset)
+    files = find_training_files(target, registry)
+    urls = [each for one in load_training_datasets(target, registry) for each in one.files if is_url(each)]
     return dg.MaterializeResult(
-        data_version=dg.DataVersion(workspace.read_dataset_version(spec)),
+        data_version=dg.DataVersion(workspace.read_training_data_version(target)),
         metadata={
             "dataset": spec.name,
             "description": spec.description,
             "licence": spec.licence or "(not given)",
             "files": dg.MetadataValue.json([os.path.relpath(path, registry.root) for path in files]),
             "bytes": sum(path.stat().st_size for path in files),
+            **describe_mix(target, registry),
             **({"downloaded_from": dg.MetadataValue.json(urls)} if urls else {}),
         },
     )
 
 
+def describe_mix(target: TargetSpec, registry: Registry) -> dict[str, Any]:
+    """Return metadata of a mix: its data sets, and the weights of slices; {} without a mix."""
+    if target.mix is None:
+        return {}
+    plan = load_slice_plan(target, registry)
+    found: dict[str, Any] = {"mixed_with": dg.MetadataValue.json(target.mix.datasets)}
+    if plan is not None:
+        rows = [(one.column, one.value, f"{one.weight:g}") for one in plan.weights]
+        found["weights"] = format_table(("slice by", "value", "weight"), rows)
+    return found
+
+
 def read_data_versions(workspace: Workspace, target: TargetSpec) -> dict[str, str]:
     """Return the content digest of every data set of a target and of its eval sets, by name."""
     registry = workspace.registry
-    names = dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)])
+    names = dict.fromkeys([*target.training_datasets, *(registry.load_eval_set(name).dataset for name in target.evals)])
     return {name: workspace.read_dataset_version(registry.load_dataset(name)) for name in names}
 
 
@@ -103,7 +122,9 @@ def require_sound_target(
     registry, data = workspace.registry, read_data_versions(workspace, target)
     places = Findings()  # of this machine: another may be the one that captures, and this run may need none of it
     check_machine(target, registry, places)
-    findings = examine_before_run(target, files, registry, data, workspace.target_checks)
+    served = Findings()
+    check_served_data(target, registry, served)
+    findings = (*served.found, *examine_before_run(target, files, registry, data, workspace.target_checks))
     for one in (*places.found, *(each for each in findings if each.severity == "warning")):
         context.log.warning(one.text)
     errors = [one.text for one in findings if one.severity == "error"]

@@ -80,6 +80,12 @@ def describe_rejections(artifact: Artifact) -> dict[str, Any]:
     return {"rejected_because": format_table(("reason", "count", "first", "it begins"), rows)}
 
 
+def describe_lineage(artifact: Artifact) -> dict[str, Any]:
+    """Return where served prompts come from, and how a mix is made up; {} for other data. No text of a row is in it."""
+    found = {name: artifact.summary[name] for name in ("lineage", "mix") if name in artifact.summary}
+    return {name: dg.MetadataValue.json(value) for name, value in found.items()}
+
+
 def _format_case(entry: Mapping[str, Any]) -> tuple[str, str]:
     where = f"{Path(entry['file']).name}:{entry['line']}" if "file" in entry else entry["sample_id"]
     return where, entry.get("excerpt", "")

@@ -115,7 +115,7 @@ def _is_known_target(workspace: ProbeWorkspace, name: str) -> bool:
 
 def _is_known_dataset(workspace: ProbeWorkspace, name: str) -> bool:
     registry = workspace.registry
-    return bool(workspace.read_dataset_version(registry.load_dataset(registry.load_target(name).dataset)))
+    return bool(workspace.read_training_data_version(registry.load_target(name)))
 
 
 def _assume_unchanged(workspace: ProbeWorkspace, name: str) -> bool:

@@ -16,7 +16,9 @@ from draftworks.config.cron import parse_cron, require_timezone
 from draftworks.config.dataset_urls import is_url, parse_dataset_url
 from draftworks.config.decision import DecisionSpec
 from draftworks.config.gates import GateSpec
+from draftworks.config.mix import MixSpec
 from draftworks.config.responses import ResponseSpec
+from draftworks.config.served import ServedSpec
 from draftworks.config.service import ServiceSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.streaming import StreamingSpec, StreamSteps, count_steps
@@ -266,6 +268,9 @@ class TargetSpec(Spec):
         default=None, description="A Jinja file, relative to the registry, instead of the tokenizer's."
     )
     dataset: str = Field(description="Name of an entry in registry/datasets/.")
+    mix: MixSpec | None = Field(
+        default=None, description="More data sets beside `dataset`, and weights of slices; null: `dataset` alone."
+    )
     max_length: int = Field(
         default=2048, gt=2, description="Tokens per sample; longer ones are cut or rejected, never silently."
     )
@@ -300,6 +305,17 @@ class TargetSpec(Spec):
         return self.revision is not None
 
     @model_validator(mode="after")
+    def _check_mix(self) -> TargetSpec:
+        if self.mix is not None:
+            self.mix.require_effect(self.dataset, self.data.max_conversations)
+        return self
+
+    @property
+    def training_datasets(self) -> list[str]:
+        """Names of the data sets that are trained on."""
+        return [self.dataset, *([] if self.mix is None else self.mix.datasets)]
+
+    @model_validator(mode="after")
     def _check_service(self) -> TargetSpec:
         if self.service is not None:
             self.service.require_eval_sets(["heldout", *self.evals])
@@ -329,8 +345,20 @@ class DatasetSpec(Spec):
         description="JSONL, JSON or Parquet, relative to the registry, or at s3://bucket/… or "
         "hf://datasets/org/name@commit/…; globs allowed.",
     )
-    format: Literal["auto", "sharegpt", "openai", "tokens"] = "auto"
+    format: Literal["auto", "sharegpt", "openai", "tokens", "served"] = Field(
+        default="auto",
+        description="served: requests as servers and gateways log them, one per line; read by choice only.",
+    )
     licence: str = ""
+    served: ServedSpec | None = Field(
+        default=None, description="How served prompts are redacted, for format served; default: its defaults."
+    )
+
+    @model_validator(mode="after")
+    def _check_served(self) -> DatasetSpec:
+        if self.served is not None and self.format != "served":
+            raise ValueError(f"served has no effect on format {self.format}: set format to served, or leave it out")
+        return self
 
     @field_validator("files")
     @classmethod
@@ -355,6 +383,11 @@ class EvalSpec(Spec):
     )
     max_conversations: int | None = Field(
         default=None, gt=0, description="Number of conversations to use, chosen by hash; None = all."
+    )
+    part: Literal["all", "held_out"] = Field(
+        default="all",
+        description="held_out: only the share data.held_out_share of each target, which it never trains on: for a data set "
+        "that is trained on too.",
     )
 
     @field_validator("name", "dataset")

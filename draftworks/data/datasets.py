@@ -11,7 +11,7 @@ from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
 from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
 from draftworks.data.raw_rows import RawRow, Rejection, read_rows, reject
-from draftworks.data.sources import find_files
+from draftworks.data.sources import find_dataset_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.storage.atomic import publish_file
@@ -58,7 +58,7 @@ def detect_kind(dataset: DatasetSpec, root: Path) -> Kind:
     """
     if dataset.format != "auto":
         return "tokens" if dataset.format == "tokens" else "conversations"
-    for path in find_files(dataset.files, root):
+    for path in find_dataset_files(dataset, root):
         for row in read_rows(path):
             try:
                 if isinstance(row, RawRow):
@@ -81,7 +81,7 @@ def load_conversations(dataset: DatasetSpec, root: Path, out: Path, max_rejected
     Raises:
         DataError: no data, an unreadable file, or too many rejected rows.
     """
-    expected = None if dataset.format == "auto" else dataset.format
+    expected = None if dataset.format in ("auto", "served") else dataset.format
     found: dict[str, Conversation] = {}
     report = _load(dataset, root, out, max_rejected_share, lambda row: parse_conversation(row, expected), found)
     return LoadedConversations(tuple(found.values()), report)
@@ -118,7 +118,7 @@ def _load(
     found: dict[str, Item],
 ) -> LoadReport:
     """Fill `found` by id; of equal rows the first is kept."""
-    paths = find_files(dataset.files, root)
+    paths = find_dataset_files(dataset, root)
     quarantine = out / QUARANTINE_FILE
     tally = _Tally()
     with publish_file(quarantine) as staging, staging.open("w", encoding="utf-8") as stream:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ from draftworks.config.registry_files import DatasetSpec, DataSpec
 from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, VOCAB_FILE, TargetFiles
 from draftworks.data.conversations import read_conversations, select, write_conversations
 from draftworks.data.datasets import detect_kind, load_conversations, load_tokens
+from draftworks.data.served.loading import load_served
+from draftworks.data.sources import SERVED
 from draftworks.data.split import is_held_out
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.tokenizing import Progress, cut_rows, tokenize
@@ -30,14 +32,26 @@ def prepare_conversations(
     Raises:
         DataError: no usable rows, too many rejected ones, or an empty part.
     """
-    chosen = _chosen(dataset, data.max_conversations, data.max_rejected_share, root, target, out)
-    parts: dict[str, list[Any]] = {part: [] for part in PARTS}
-    for item in chosen.items:
-        parts["heldout" if is_held_out(item.id, data.held_out_share) else "train"].append(item)
+    chosen = choose_rows(dataset, data.max_conversations, data.max_rejected_share, root, target, out)
+    return write_parts(chosen, split_parts(chosen.items, data.held_out_share), dataset.name, data, out)
+
+
+def split_parts(items: Iterable[Any], held_out_share: float) -> dict[Part, list[Any]]:
+    """Return the training part and the held-out part, by hash of the ids."""
+    parts: dict[Part, list[Any]] = {part: [] for part in PARTS}
+    for item in items:
+        parts["heldout" if is_held_out(item.id, held_out_share) else "train"].append(item)
+    return parts
+
+
+def write_parts(
+    chosen: Chosen, parts: Mapping[Part, Sequence[Any]], name: str, data: DataSpec, out: Path
+) -> dict[str, Any]:
+    """Write both parts of a prepared set and return its summary. Raises DataError for an empty part."""
     for part, members in parts.items():
         if not members:
             raise DataError(
-                f"data set {dataset.name}: none of {len(chosen.items)} conversations falls into the {part} part "
+                f"data set {name}: none of {len(chosen.items)} conversations falls into the {part} part "
                 f"(held_out_share {data.held_out_share}). Give more conversations or change the share"
             )
     summaries = {part: chosen.write(out / part, members) for part, members in parts.items()}
@@ -51,20 +65,36 @@ def prepare_conversations(
 
 
 def prepare_eval_set(
-    dataset: DatasetSpec, max_conversations: int | None, data: DataSpec, root: Path, target: TargetFiles, out: Path
+    dataset: DatasetSpec,
+    max_conversations: int | None,
+    data: DataSpec,
+    root: Path,
+    target: TargetFiles,
+    out: Path,
+    part: Literal["all", "held_out"] = "all",
 ) -> dict[str, Any]:
     """Read, validate and select a data set for evaluation only: `out/all` and `out/quarantine.jsonl`.
+
+    Args:
+        part: held_out for the conversations that `prepare_conversations` leaves out of the training part.
 
     Raises:
         DataError: no usable rows, or too many rejected ones.
     """
-    chosen = _chosen(dataset, max_conversations, data.max_rejected_share, root, target, out)
+    chosen = choose_rows(dataset, None, data.max_rejected_share, root, target, out)
+    items = chosen.items if part == "all" else tuple(split_parts(chosen.items, data.held_out_share)["heldout"])
+    if not items:
+        raise DataError(
+            f"data set {dataset.name}: none of its {len(chosen.items)} conversations is held out (held_out_share "
+            f"{data.held_out_share}). Give more conversations or change the share"
+        )
+    chosen = replace(chosen, items=tuple(select(items, max_conversations)))
     summary = chosen.write(out / EVAL_PART, chosen.items)
     return {"kind": chosen.kind, "conversations": len(chosen.items), **chosen.counts, "digest": summary["digest"]}
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class Chosen:
     """Usable rows of a data set: conversations, or rows that are tokenized already."""
 
     kind: str
@@ -76,15 +106,24 @@ class _Chosen:
         return write(folder, members)
 
 
-def _chosen(
+def choose_rows(
     dataset: DatasetSpec, count: int | None, max_rejected_share: float, root: Path, target: TargetFiles, out: Path
-) -> _Chosen:
+) -> Chosen:
+    """Read and validate a data set, and select `count` of its rows (None for all).
+
+    Raises:
+        DataError: no usable rows, or too many rejected ones.
+    """
+    if dataset.format == SERVED:
+        served = load_served(dataset, root, out, max_rejected_share)
+        items = tuple(select(served.conversations, count))
+        return Chosen("conversations", items, {**served.counts, "lineage": {dataset.name: served.lineage}})
     kind = detect_kind(dataset, root)
     if kind == "tokens":
         loaded = load_tokens(dataset, root, out, max_rejected_share, target.vocab_size)
-        return _Chosen(kind, tuple(select(loaded.rows, count)), loaded.report.counts())
+        return Chosen(kind, tuple(select(loaded.rows, count)), loaded.report.counts())
     loaded = load_conversations(dataset, root, out, max_rejected_share)
-    return _Chosen(kind, tuple(select(loaded.conversations, count)), loaded.report.counts())
+    return Chosen(kind, tuple(select(loaded.conversations, count)), loaded.report.counts())
 
 
 def tokenize_part(

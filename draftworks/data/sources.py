@@ -9,13 +9,23 @@ from pathlib import Path
 
 from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import DatasetSpec
+from draftworks.config.served import ServedSpec
+from draftworks.data.served.hook_identity import digest_hook
+from draftworks.data.served.secrets import REVISION
 from draftworks.errors import DataError
 from draftworks.storage.identity import FileDigests, digest
 
+SERVED = "served"
+"""The format of data sets of served prompts."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
+def find_dataset_files(spec: DatasetSpec, root: Path) -> list[Path]:
+    """Return the files of a data set. Logs of served prompts may have any suffix; otherwise as `find_files`."""
+    return find_files(spec.files, root, any_suffix=spec.format == SERVED)
+
+
+def find_files(patterns: Sequence[str], root: Path, any_suffix: bool = False) -> list[Path]:
     """Return the files of all globs relative to `root` and of all URLs, each once, sorted within a glob.
 
     Files of `s3://` and `hf://` are downloaded unless they were before, see `remote_files`.
@@ -29,7 +39,8 @@ def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
         if is_url(pattern):
             from draftworks.data.remote_files import fetch_files  # its libraries are loaded for such data only
 
-            found |= dict.fromkeys(_require_known_kinds(fetch_files(pattern, root)))
+            fetched = fetch_files(pattern, root)
+            found |= dict.fromkeys(fetched if any_suffix else _require_known_kinds(fetched))
             continue
         matches = sorted(Path(name) for name in glob.glob(os.path.join(root, pattern), recursive=True))
         files = [path for path in matches if path.is_file()]
@@ -37,7 +48,7 @@ def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
             raise DataError(
                 f"{pattern!r} matches no file below {root}: put one there, or correct `files` of the data set"
             )
-        found |= dict.fromkeys(_require_known_kinds(files))
+        found |= dict.fromkeys(files if any_suffix else _require_known_kinds(files))
     return list(found)
 
 
@@ -49,5 +60,13 @@ def _require_known_kinds(files: list[Path]) -> list[Path]:
 
 
 def digest_dataset(spec: DatasetSpec, root: Path, digests: FileDigests) -> str:
-    """Return the digest of the files' contents and of how they are read; names and places do not matter."""
-    return digest([spec.format, sorted(digests.of_file(path) for path in find_files(spec.files, root))])
+    """Return the digest of the files' contents and of how they are read; names and places do not matter.
+
+    Of served prompts the redaction counts too, and the name, which is a slice column's default.
+    """
+    contents = sorted(digests.of_file(path) for path in find_dataset_files(spec, root))
+    if spec.format != SERVED:
+        return digest([spec.format, contents])
+    served = spec.served or ServedSpec()
+    redaction = digest_hook(served.redaction, root, digests)
+    return digest([spec.format, contents, spec.name, served.to_identity(), redaction, REVISION])

@@ -16,7 +16,6 @@ from draftworks.config.draft_config import read_draft_config
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
-from draftworks.data.sources import digest_dataset, find_files
 from draftworks.errors import DraftworksError
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import CONVERSATIONS, HELDOUT_RESPONSES, RESPONSES, TOKENIZED_TRAIN
@@ -24,6 +23,7 @@ from draftworks.storage.data_records import AnswersIdentity, ConversationsIdenti
 from draftworks.storage.identity import FileDigests, canonical_json
 from draftworks.storage.records import DraftIdentity
 from draftworks.targets.registry import Registry, apply_overrides
+from draftworks.targets.training_data import digest_training_data, find_training_files
 
 OVERRIDES = "overrides"
 """Key of a draft's summary: options and training settings of the run config that replaced those of the registry."""
@@ -90,13 +90,12 @@ class DraftComparison:
         """Yield a change if the data files are newer than the prepared conversations."""
         prepared = self._current(CONVERSATIONS)
         try:
-            spec = self.registry.load_dataset(self.target.dataset)
-            now = digest_dataset(spec, self.registry.root, self.digests)
+            now = digest_training_data(self.target, self.registry, self.digests)
         except DraftworksError as error:
             yield Change(f"training data: not known, {str(error).splitlines()[0]}")
             return
         if prepared is not None and ConversationsIdentity.of(prepared).dataset != now:
-            yield Change("training data", self._later(find_files(spec.files, self.registry.root)))
+            yield Change("training data", self._later(find_training_files(self.target, self.registry)))
 
     def _recipe(self) -> Iterator[Change]:
         differing = [*self._data_settings(), *self._settings()]

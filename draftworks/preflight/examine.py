@@ -9,12 +9,13 @@ import os
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.data.sources import find_files
+from draftworks.data.sources import find_dataset_files
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.machine import check_machine
 from draftworks.preflight.plausible_values import check_values
+from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
@@ -79,15 +80,17 @@ def _check_data(target: TargetSpec, registry: Registry, findings: Findings) -> b
     before = len(findings.errors)
     where = f"target {target.name}"
     wanted: dict[str, str] = {}
-    with findings.collect_errors():
-        wanted[registry.load_dataset(target.dataset).name] = f"{where}: data set {target.dataset}"
+    for name in target.training_datasets:
+        with findings.collect_errors():
+            wanted[registry.load_dataset(name).name] = f"{where}: data set {name}"
     for name in target.evals:
         with findings.collect_errors():
             dataset = registry.load_dataset(registry.load_eval_set(name).dataset).name
             wanted.setdefault(dataset, f"{where}: eval set {name}: data set {dataset}")
+    check_served_data(target, registry, findings)
     for name, where_used in wanted.items():
         try:
-            files = find_files(registry.load_dataset(name).files, registry.root)
+            files = find_dataset_files(registry.load_dataset(name), registry.root)
         except DraftworksError as error:
             findings.error(f"{where_used}: {error}")
             continue

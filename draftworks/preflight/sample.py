@@ -17,7 +17,8 @@ from draftworks.data.conversations import Conversation
 from draftworks.data.datasets import detect_kind
 from draftworks.data.formats import RowError, parse_conversation, parse_tokens
 from draftworks.data.raw_rows import RawRow, read_rows
-from draftworks.data.sources import find_files
+from draftworks.data.served.loading import REJECTED, read_served
+from draftworks.data.sources import SERVED, find_dataset_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.preflight.findings import Findings
@@ -74,12 +75,14 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
     with findings.collect_errors():
         chat = ChatTokenizer.load(files, target.responses.thinking)
     used: Counter[int] = Counter()
-    for name in dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)]):
+    for name in dict.fromkeys(
+        [*target.training_datasets, *(registry.load_eval_set(name).dataset for name in target.evals)]
+    ):
         with findings.collect_errors():
             dataset = registry.load_dataset(name)
             sample = read_sample(dataset, registry.root, files)
             _check_rows(f"data set {name}", sample, target, findings)
-            if name == target.dataset and sample.kind == "tokens" and target.responses.mode == "regenerate":
+            if name in target.training_datasets and sample.kind == "tokens" and target.responses.mode == "regenerate":
                 findings.error(
                     f"{where}: data set {name} is tokenized already, so its answers cannot be regenerated. Set responses.mode "
                     "to passthrough"
@@ -99,9 +102,11 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
     Raises:
         DataError: no file, an unreadable one, or no row whose format is recognised.
     """
+    if dataset.format == SERVED:
+        return _read_served_sample(dataset, root)
     sample = Sample(detect_kind(dataset, root))
     expected = None if dataset.format == "auto" else dataset.format
-    for path in find_files(dataset.files, root):
+    for path in find_dataset_files(dataset, root):
         if path.suffix.lower() == ".json" and path.stat().st_size > MAX_JSON_LIST_BYTES:
             continue
         for row in islice(read_rows(path), SAMPLE_ROWS - sample.rows):
@@ -117,6 +122,17 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
                 sample.reasons.append(f"{row.file}:{row.line}: {error}")
         if sample.rows >= SAMPLE_ROWS:
             break
+    return sample
+
+
+def _read_served_sample(dataset: DatasetSpec, root: Path) -> Sample:
+    """Return the first rows of served prompts, redacted. Reasons do not quote a row."""
+    sample = Sample("conversations")
+    for row in read_served(dataset, root, SAMPLE_ROWS):
+        if row.conversation is not None:
+            sample.items.append(row.conversation)
+        elif row.outcome == REJECTED:
+            sample.reasons.append(f"{row.file}:{row.line}: {row.reason}")
     return sample
 
 

@@ -40,12 +40,22 @@ class ConversationsIdentity(DataIdentity):
 
 @dataclass(frozen=True)
 class EvalSetIdentity(DataIdentity):
-    """Inputs of the prepared conversations of a named eval set; `dataset` is the content digest of its files."""
+    """Inputs of the prepared conversations of a named eval set.
+
+    Attributes:
+        dataset: content digest of its files.
+        held_out_share: of the part that no draft is trained on; the JSON has the key only if the set is that part.
+    """
 
     dataset: str | None
     max_conversations: int | None
     max_rejected_share: float | None
     vocab_size: int | None
+    held_out_share: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        found = super().to_json()
+        return {name: value for name, value in found.items() if name != "held_out_share" or value is not None}
 
 
 @dataclass(frozen=True)

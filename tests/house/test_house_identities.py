@@ -23,6 +23,7 @@ from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import KINDS
+from draftworks.config.mix import MixSpec
 from draftworks.config.object_storage import BucketAccess, ObjectStorageSpec, PublishSpec
 from draftworks.config.prices import PricesSpec
 from draftworks.config.registry_files import (
@@ -38,6 +39,7 @@ from draftworks.config.registry_files import (
 )
 from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.retention import RetentionSpec
+from draftworks.config.served import RedactionSpec, ServedSpec
 from draftworks.config.service import HookSpec, ServiceSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
@@ -48,6 +50,7 @@ from draftworks.targets.registry import Registry, resolve_recipe
 
 SERVER = CaptureSpec(backend="sglang_server")
 CUSTOM = CustomEngineSpec(entry_point="a:b", engine="mine")
+REDACTION = RedactionSpec(command=["true"])
 HOOK = HookSpec(command=["true"])
 ENDPOINT = EndpointSpec(base_urls=["http://127.0.0.1:1/v1"], server="vllm")
 
@@ -88,7 +91,7 @@ def of_entry(entry: StrategyEntry) -> Any:
 
 
 TARGET = TargetSpec(name="t", model="m", dataset="d")
-BY_CONTENT = {"model", "revision", "tokenizer", "tokenizer_revision", "chat_template", "dataset"}
+BY_CONTENT = {"model", "revision", "tokenizer", "tokenizer_revision", "chat_template", "dataset", "mix"}
 """Their files are digested: the same content under another name is the same."""
 
 SETTINGS = [
@@ -181,6 +184,7 @@ SETTINGS = [
         {
             "service": ServiceSpec(),
             "decision": DecisionSpec(),
+            "mix": MixSpec(datasets=["other"]),
             "gates": GateSpec(not_worse="error"),
             "streaming": StreamingSpec(),
             "data": DataSpec(only_last_turn=True),
@@ -238,6 +242,20 @@ SETTINGS = [
         {"command": None, "url": "https://a", "api_key_env": "KEY"},
     ),
     Settings(
+        ServedSpec(),
+        own,
+        {"mask", "redaction", "on_secret", "source_field"},
+        {"max_rows", "max_line_mb"},
+        {"mask": ["ip"], "redaction": REDACTION, "source_field": "user", "on_secret": "refuse"},
+    ),
+    Settings(
+        REDACTION,
+        own,
+        {"command", "function"},
+        {"timeout_s", "rows_per_call"},
+        {"command": ["false"], "function": "a:b"},
+    ),
+    Settings(
         StreamingSpec(),
         lambda streaming: of_target(TARGET.model_copy(update={"streaming": streaming})),
         set(),
@@ -264,7 +282,7 @@ SETTINGS = [
     ),
 ]
 OBJECT_STORAGE = {ObjectStorageSpec, BucketAccess, PublishSpec}
-IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec}
+IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec, MixSpec}
 """Name files and a selection: results have digests of what is in them."""
 OF_THE_INSTALLATION = {
     BudgetSpec,

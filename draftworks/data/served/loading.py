@@ -1,0 +1,306 @@
+"""Loading served prompts: logged rows are read in bounds, masked, redacted, searched for secrets, and become conversations.
+
+No answer of a server is kept: the target answers the prompts again. Nothing here writes or says a word of a row; what
+cannot be used is recorded by file, line and a fixed reason.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from draftworks.config.registry_files import DatasetSpec
+from draftworks.config.served import ServedSpec
+from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Turn, digest_turns
+from draftworks.data.raw_rows import Rejection
+from draftworks.data.served.hook_identity import digest_hook
+from draftworks.data.served.redaction import HookRow, redact_rows
+from draftworks.data.served.secrets import REVISION, find_secret, mask_text
+from draftworks.data.served.shapes import ServedPrompt, ShapeError, parse_served
+from draftworks.data.slice_columns import SOURCE, THINKING, add_slice_columns
+from draftworks.data.sources import find_dataset_files
+from draftworks.errors import DataError
+from draftworks.storage.atomic import publish_file
+from draftworks.storage.identity import FileDigests
+from draftworks.storage.regular_files import open_regular, parse_json
+
+SHOWN_REJECTIONS = 3
+MAX_BATCH_BYTES = 32 << 20
+MAX_LISTED_FILES = 100
+ANSWER = Turn("assistant", "")
+"""Stands where the target is to answer."""
+KEPT, REJECTED, SECRET, HOOK, OTHER_EVENT = "kept", "rejected", "secret", "dropped_by_redaction", "other_event"
+_LOG_PREFIX = re.compile(rb"\s*\[\d[^\]]{0,60}\]\s+(?=\{)")
+"""What Python's logging, as SGLang sets it up, writes before a line: `[2026-01-31 12:00:00] `."""
+
+
+@dataclass(frozen=True)
+class ServedRow:
+    """A row of a log with what became of it.
+
+    Attributes:
+        outcome: kept, rejected, secret, dropped_by_redaction or other_event.
+        reason: of a rejection, or the kind of secret.
+        conversation: of a kept row.
+        created: seconds since the epoch; None if not known.
+    """
+
+    file: str
+    line: int
+    outcome: str
+    reason: str = ""
+    conversation: Conversation | None = None
+    created: float | None = None
+
+
+@dataclass(frozen=True)
+class LoadedPrompts:
+    """The distinct served prompts of a data set, in the order of its files, and where they come from.
+
+    Attributes:
+        counts: of rows, by what became of them.
+        lineage: files with digests, time span, what redaction was, counts; without a word of a row.
+    """
+
+    conversations: tuple[Conversation, ...]
+    counts: dict[str, int]
+    lineage: dict[str, Any]
+
+
+@dataclass
+class _Tally:
+    outcomes: Counter[str] = field(default_factory=Counter)
+    secrets: Counter[str] = field(default_factory=Counter)
+    first: list[str] = field(default_factory=list)
+    rows: int = 0
+    duplicates: int = 0
+    oldest: float | None = None
+    newest: float | None = None
+
+    def add(self, row: ServedRow) -> None:
+        self.rows += 1
+        self.outcomes[row.outcome] += 1
+        if row.outcome == SECRET:
+            self.secrets[row.reason] += 1
+        if row.outcome == REJECTED and len(self.first) < SHOWN_REJECTIONS:
+            self.first.append(f"  {row.file}:{row.line}: {row.reason}")
+        if row.outcome == KEPT and row.created is not None:
+            self.oldest = row.created if self.oldest is None else min(self.oldest, row.created)
+            self.newest = row.created if self.newest is None else max(self.newest, row.created)
+
+
+def load_served(dataset: DatasetSpec, root: Path, out: Path, max_rejected_share: float) -> LoadedPrompts:
+    """Load a data set of served prompts; write `quarantine.jsonl` without excerpts into `out`.
+
+    A conversation whose turns are the beginning of a longer one is left out: a chat is logged again with every message.
+
+    Raises:
+        DataError: no data, too many rows or rejected ones, a failed hook, or a secret where `on_secret` is refuse.
+    """
+    spec = dataset.served or ServedSpec()
+    where = f"data set {dataset.name}"
+    paths = find_dataset_files(dataset, root)
+    tally, found = _Tally(), dict[str, Conversation]()
+    with publish_file(out / QUARANTINE_FILE) as staging, staging.open("w", encoding="utf-8") as stream:
+        for row in read_served(dataset, root):
+            tally.add(row)
+            if tally.rows > spec.max_rows:
+                raise DataError(
+                    f"{where}: more than {spec.max_rows:,} rows: raise served.max_rows, or take fewer files"
+                )
+            if row.outcome == SECRET and spec.on_secret == "refuse":
+                raise DataError(
+                    f"{where}: {row.file}:{row.line}: a {row.reason} is in the row after redaction (on_secret: refuse). "
+                    "Extend the redaction, or set on_secret: drop"
+                )
+            if row.outcome in (REJECTED, SECRET):
+                reason = row.reason if row.outcome == REJECTED else f"a secret: {row.reason}"
+                stream.write(Rejection(row.file, row.line, reason, "").to_json() + "\n")
+            if row.conversation is not None:
+                tally.duplicates += row.conversation.id in found
+                found.setdefault(row.conversation.id, row.conversation)
+    _require_usable(where, tally, max_rejected_share)
+    kept = drop_beginnings(found.values())
+    counts = _count(tally, len(paths), len(found) - len(kept))
+    return LoadedPrompts(tuple(kept), counts, _describe_lineage(spec, root, paths, tally, counts))
+
+
+def read_served(dataset: DatasetSpec, root: Path, limit: int | None = None) -> Iterator[ServedRow]:
+    """Yield the rows of a data set of served prompts, at most `limit`, in the order of its files.
+
+    Raises:
+        DataError: an unreadable file, or a failed hook.
+    """
+    spec = dataset.served or ServedSpec()
+    lines = (line for path in find_dataset_files(dataset, root) for line in _read_lines(path, spec))
+    parsed = (_parse(line, spec) for line in islice(lines, limit))
+    calls = 1000 if spec.redaction is None else spec.redaction.rows_per_call
+    for batch in _batches(parsed, calls):
+        yield from _redact(batch, spec, dataset.name, root)
+
+
+def drop_beginnings(conversations: Iterable[Conversation]) -> list[Conversation]:
+    """Return the conversations that are not the beginning of another one."""
+    conversations = list(conversations)
+    continued: set[str] = set()
+    for one in conversations:
+        asked = [turn for turn in one.turns[:-1] if turn.role != "assistant"]
+        continued.update(digest_turns(asked[:end]) for end in range(1, len(asked)))
+    return [
+        one
+        for one in conversations
+        if digest_turns(t for t in one.turns[:-1] if t.role != "assistant") not in continued
+    ]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of a file: its bytes, or why they cannot be used."""
+
+    file: str
+    number: int
+    content: bytes = b""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    line: _Line
+    prompt: ServedPrompt | None = None
+    problem: str = ""
+
+    @property
+    def size(self) -> int:
+        return 0 if self.prompt is None else sum(len(turn.content) for turn in self.prompt.turns)
+
+
+def _read_lines(path: Path, spec: ServedSpec) -> Iterator[_Line]:
+    """Yield the lines of a file that are not empty; a line that is too long is never held."""
+    limit = int(spec.max_line_mb * 2**20)
+    try:
+        with open_regular(path) as stream:
+            number = 0
+            while raw := stream.readline(limit + 1):
+                number += 1
+                if len(raw) > limit and not raw.endswith(b"\n"):
+                    while (rest := stream.readline(limit)) and not rest.endswith(b"\n"):
+                        pass
+                    yield _Line(str(path), number, problem=f"a line longer than {spec.max_line_mb:g} MiB")
+                    continue
+                raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+                if raw.strip():
+                    yield _Line(str(path), number, _LOG_PREFIX.sub(b"", raw, count=1))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _parse(line: _Line, spec: ServedSpec) -> _Parsed:
+    if line.problem:
+        return _Parsed(line, problem=line.problem)
+    bare = replace(line, content=b"")
+    try:
+        return _Parsed(bare, parse_served(parse_json(line.content.decode("utf-8")), spec.source_field))
+    except ShapeError as error:
+        return _Parsed(bare, problem=str(error))
+    except (ValueError, RecursionError):
+        return _Parsed(bare, problem="not a line of JSON in UTF-8")
+
+
+def _batches(rows: Iterable[_Parsed], most: int) -> Iterator[list[_Parsed]]:
+    batch: list[_Parsed] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += row.size
+        if len(batch) >= most or size >= MAX_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _redact(batch: list[_Parsed], spec: ServedSpec, name: str, root: Path) -> Iterator[ServedRow]:
+    masked: list[HookRow] = []
+    for row in batch:
+        if row.prompt is not None:
+            turns = tuple(Turn(turn.role, mask_text(turn.content, spec.mask)) for turn in row.prompt.turns)
+            masked.append(HookRow(turns, mask_text(row.prompt.source or name, spec.mask)))
+    where = f"data set {name}"
+    redacted = iter(masked if spec.redaction is None else redact_rows(masked, spec.redaction, root, where))
+    for row in batch:
+        file, number = row.line.file, row.line.number
+        if row.prompt is None:
+            yield ServedRow(file, number, REJECTED if row.problem else OTHER_EVENT, row.problem)
+            continue
+        clean = next(redacted)
+        if clean is None:
+            yield ServedRow(file, number, HOOK)
+            continue
+        secret = find_secret([*(turn.content for turn in clean.turns), clean.source])
+        if secret is not None:
+            yield ServedRow(file, number, SECRET, secret)
+            continue
+        columns = {THINKING: row.prompt.thinking, SOURCE: clean.source}
+        conversation = add_slice_columns(Conversation.of([*clean.turns, ANSWER], columns), name)
+        yield ServedRow(file, number, KEPT, "", conversation, row.prompt.created)
+
+
+def _require_usable(where: str, tally: _Tally, max_rejected_share: float) -> None:
+    requests = tally.rows - tally.outcomes[OTHER_EVENT]
+    rejected, shown = tally.outcomes[REJECTED], "\n".join(tally.first)
+    if not requests:
+        raise DataError(f"{where}: its files hold no logged request")
+    if rejected > max_rejected_share * requests:
+        raise DataError(
+            f"{where}: {rejected:,} of {requests:,} rows rejected ({rejected / requests:.1%}), max_rejected_share allows "
+            f"{max_rejected_share:.1%}. The first:\n{shown}"
+        )
+    if not tally.outcomes[KEPT]:
+        secrets, dropped = tally.outcomes[SECRET], tally.outcomes[HOOK]
+        raise DataError(
+            f"{where}: no row is left of {requests:,}: {rejected:,} rejected, {secrets:,} with a secret, {dropped:,} dropped "
+            f"by the redaction{'. The first rejected:' if shown else ''}\n{shown}".rstrip()
+        )
+
+
+def _count(tally: _Tally, files: int, superseded: int) -> dict[str, int]:
+    return {
+        "files": files,
+        "rows": tally.rows,
+        "rejected": tally.outcomes[REJECTED],
+        "duplicates": tally.duplicates,
+        "superseded": superseded,
+        "other_events": tally.outcomes[OTHER_EVENT],
+        "dropped_for_secrets": tally.outcomes[SECRET],
+        "dropped_by_redaction": tally.outcomes[HOOK],
+    }
+
+
+def _describe_lineage(
+    spec: ServedSpec, root: Path, paths: list[Path], tally: _Tally, counts: dict[str, int]
+) -> dict[str, Any]:
+    digests = FileDigests()
+    files = {os.path.relpath(path, root): digests.of_file(path) for path in paths[:MAX_LISTED_FILES]}
+    return {
+        "files": files,
+        "files_not_listed": max(0, len(paths) - MAX_LISTED_FILES),
+        "from": _format_time(tally.oldest),
+        "to": _format_time(tally.newest),
+        "mask": sorted(set(spec.mask)),
+        "redaction": digest_hook(spec.redaction, root, digests),
+        "secret_patterns": REVISION,
+        "secrets": dict(sorted(tally.secrets.items())),
+        "counts": counts,
+    }
+
+
+def _format_time(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
