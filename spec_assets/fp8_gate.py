@@ -126,7 +126,7 @@ class Comparison:
         """Capture the sample, train and measure every draft, and judge. What an interrupted run has measured is kept."""
         from draftworks.evaluation.ladder.relative_loss import SeedPair, judge_relative_loss
         from draftworks.evaluation.ladder.statistics import Resampling
-        from draftworks.evaluation.report.comparison import read_walk
+        from draftworks.evaluation.report.walk_pairs import read_walk
 
         chosen = self._capture_sample(context, launcher, out)
         evaluation, found = self.target.evaluation, {}

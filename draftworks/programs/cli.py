@@ -19,7 +19,7 @@ from draftworks.errors import DraftworksError
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.leaderboard_views import CAPTION, cells
-from draftworks.programs import checking, engine, export_features, retention, service_commands, start
+from draftworks.programs import checking, comparing, engine, export_features, retention, service_commands, start
 from draftworks.programs.keys import FILES, list_keys
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
@@ -29,6 +29,7 @@ from draftworks.targets.resolve import resolve_target
 
 app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
 app.command()(checking.check)
+app.command()(comparing.compare)
 app.command()(start.run)
 app.command()(start.ui)
 app.command()(engine.engine)

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -16,10 +16,12 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError, EngineError
 from draftworks.preflight.compatibility import check_requirements, collect_taps
 from draftworks.programs.start import CHECKOUT, LOOPBACK, report_error, require_free_port
-from draftworks.sglang.server import SGLangServer
 from draftworks.storage.identity import FileDigests, LayerTap
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
+
+if TYPE_CHECKING:
+    from draftworks.sglang.server import SGLangServer  # it imports torch
 
 EXAMPLE = 'capture: {backend: sglang_server, server: {url: "http://127.0.0.1:30000", spool: /dev/shm/draftworks}}'
 _POLL_INTERVAL_S = 1.0
@@ -69,6 +71,7 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
 
     from draftworks.capture.engines.sglang_loading import build_server_options, select_layers  # torch
     from draftworks.distributed.process_group import resolve_device
+    from draftworks.sglang.server import SGLangServer
 
     taps = tuple(LayerTap(index) for index in collect_taps(target, files.num_layers))
     device = resolve_device(target.capture.device)

@@ -29,6 +29,7 @@ from draftworks.evaluation.ladder.prompts import select_prompts
 from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.slices import read_sample_columns
 from draftworks.evaluation.report.writing import save_report
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
@@ -212,10 +213,7 @@ def _select_columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
     Raises:
         ConfigError: no sample has such a column.
     """
-    import pandas as pd
-
-    rows = [{**row.columns, "sample_id": row.sample_id, "length": len(row)} for row in tokens]
-    frame = pd.DataFrame(rows).set_index("sample_id")
+    frame = read_sample_columns(tokens)
     unknown = [column for column in by if column not in frame.columns]
     if unknown:
         raise ConfigError(

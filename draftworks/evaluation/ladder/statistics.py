@@ -7,7 +7,7 @@ interval far too narrow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,26 @@ def paired_difference(
     assert mean_b is not None
     difference = mean_a - mean_b
     return PairedDifference(difference, interval, len(shared), len(of_a) - len(shared), len(of_b) - len(shared))
+
+
+def unpaired_difference(
+    a: Iterable[PromptAcceptance],
+    b: Iterable[PromptAcceptance],
+    resampling: Resampling = DEFAULT_RESAMPLING,
+) -> Interval | None:
+    """Return the interval of the difference in accepted tokens per pass of drafts a and b on different prompts.
+
+    The prompts of each are resampled by themselves, so the interval is wider than a paired one, and says nothing of how
+    much of the difference is that of the prompts. None if one of the drafts has no pass.
+    """
+    drafts = [list(select_measured(one).values()) for one in (a, b)]
+    if not all(drafts):
+        return None
+    streams = np.random.SeedSequence(resampling.seed).generate_state(2)
+    [of_a], [of_b] = (
+        resample_means([prompts], replace(resampling, seed=int(seed))) for prompts, seed in zip(drafts, streams)
+    )
+    return _percentiles(of_a - of_b, resampling.confidence)
 
 
 def summarize_acceptance(

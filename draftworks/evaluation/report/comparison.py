@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from draftworks.config.run_files import TOKENS_FOLDER
-from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import StoreError
-from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
-from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
+from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
+from draftworks.evaluation.ladder.statistics import PairedDifference, paired_difference
 from draftworks.evaluation.report.findings import WALK
-from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
-from draftworks.evaluation.report.tables import read_prompts
+from draftworks.evaluation.report.walk_pairs import MeasuredWalk, pair_walks
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import of_eval_set
 from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import HELDOUT
 
@@ -116,22 +109,23 @@ def compare_reports(
     Raises:
         StoreError: the new report or its eval data is missing or damaged.
     """
-    measured = _Measured.of(artifacts, new, eval_set)
+    measured = MeasuredWalk.of(artifacts, new, eval_set)
     try:
-        before = _Measured.of(artifacts, old, eval_set)
+        before = MeasuredWalk.of(artifacts, old, eval_set)
     except StoreError as error:
         return WalkComparison(reason=f"the report before it cannot be used: {error}")
     if measured.draft_tokens != before.draft_tokens:
         return WalkComparison(reason=_explain_other_draft_tokens(measured.draft_tokens, before.draft_tokens))
-    same = find_identical_samples(measured.tokens, before.tokens)
-    pair = [[prompt for prompt in one.walk if prompt.sample_id in same] for one in (measured, before)]
-    shared = _ids_with_a_pass(pair[0]) & _ids_with_a_pass(pair[1])
+    pair = pair_walks(measured, before)
+    shared = pair.shared
     if not shared:
         kind = "held-out prompt" if eval_set == HELDOUT else f"prompt of {eval_set}"
         return WalkComparison(reason=f"no {kind} has the same tokens in both reports and a pass in both")
     resampling = measured.resampling if confidence is None else replace(measured.resampling, confidence=confidence)
-    new_mean, old_mean = (micro_mean(prompt for prompt in one if prompt.sample_id in shared) for one in pair)
-    return WalkComparison(paired_difference(pair[0], pair[1], resampling), new_mean, old_mean)
+    new_mean, old_mean = (
+        micro_mean(prompt for prompt in one if prompt.sample_id in shared) for one in (pair.new, pair.old)
+    )
+    return WalkComparison(paired_difference(pair.new, pair.old, resampling), new_mean, old_mean)
 
 
 def find_previous_report(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:
@@ -147,69 +141,6 @@ def _of_other_drafts(artifacts: ArtifactStore, report: Artifact) -> Iterator[Art
     return (found for found in reports if ReportIdentity.of(found).draft != draft)
 
 
-def read_walk(folder: Path) -> tuple[PromptAcceptance, ...]:
-    """Return the walk of the trained draft in a saved report, prompt by prompt; empty if it was not measured.
-
-    Raises:
-        StoreError: missing, damaged, altered, or of another schema.
-    """
-    path = require_prompts_file(folder)
-    with report_file_errors(path):
-        return read_prompts(path).get((TRAINED, WALK), ())
-
-
-def find_identical_samples(left: TokenizedSet, right: TokenizedSet) -> set[str]:
-    """Return the ids of the samples that have the same tokens and the same loss mask in both sets."""
-    rows = {row.sample_id: row for row in left}
-    return {
-        row.sample_id
-        for row in right
-        if (twin := rows.get(row.sample_id)) is not None
-        and np.array_equal(row.input_ids, twin.input_ids)
-        and np.array_equal(row.loss_mask, twin.loss_mask)
-    }
-
-
-def _eval_tokens(artifacts: ArtifactStore, report: Artifact, eval_set: str) -> Path:
-    """Return the tokenized answers that a report was measured on, which need not be the newest ones."""
-    identity, asset = ReportIdentity.of(report), of_eval_set(eval_set).responses
-    measured = identity.heldout if eval_set == HELDOUT else identity.evals.get(eval_set)
-    wanted = None if measured is None else measured.answers
-    for responses in artifacts.list_all(asset, report.target):
-        if responses.data_version == wanted:
-            return responses.path / TOKENS_FOLDER
-    raise StoreError(f"{report.path}: the {asset} {wanted} that it was measured on are not there any more")
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The parts of a report that are compared.
-
-    Attributes:
-        draft_tokens: tokens proposed per pass.
-        tokens: eval data of the walk.
-    """
-
-    walk: tuple[PromptAcceptance, ...]
-    draft_tokens: int
-    resampling: Resampling
-    tokens: TokenizedSet
-
-    @classmethod
-    def of(cls, artifacts: ArtifactStore, report: Artifact, eval_set: str) -> _Measured:
-        """Read them from a saved report.
-
-        Raises:
-            StoreError: the report or its eval data is missing or damaged.
-        """
-        folder = report.path / eval_set
-        values = read_report(folder)
-        with report_file_errors(folder / REPORT):
-            draft_tokens, resampling = values["draft_tokens"], Resampling(**values["resampling"])
-        tokens = TokenizedSet.open(_eval_tokens(artifacts, report, eval_set))
-        return cls(read_walk(folder), draft_tokens, resampling, tokens)
-
-
 def _explain_no_previous(artifacts: ArtifactStore, report: Artifact) -> str:
     if any(_of_other_drafts(artifacts, report)):
         return "it was measured before every other known draft: an older draft is current again"
@@ -221,7 +152,3 @@ def _explain_other_draft_tokens(now: int, before: int) -> str:
         f"{now} tokens per pass were proposed now, {before} in the report before it. Set evaluation.draft_tokens to "
         "compare drafts that propose different numbers by themselves"
     )
-
-
-def _ids_with_a_pass(prompts: Sequence[PromptAcceptance]) -> set[str]:
-    return {prompt.sample_id for prompt in prompts if prompt.passes}

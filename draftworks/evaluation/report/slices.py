@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
+from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling, summarize_acceptance
@@ -43,15 +45,37 @@ def slice_acceptance(
     Raises:
         DataError: a column is missing, or the index is not that of these prompts.
     """
+    rows = []
+    for each in iterate_slices(prompts, columns, by):
+        measured = summarize_acceptance(each.prompts, resampling)
+        rows.append(
+            {"column": each.column, "value": each.value, **{name: getattr(measured, name) for name in MEASURES}}
+        )
+    return pd.DataFrame(rows, columns=["column", "value", *MEASURES]).astype(MEASURES)
+
+
+class Slice(NamedTuple):
+    """The prompts with one value, or a range of values, of a column."""
+
+    column: str
+    value: str
+    prompts: list[PromptAcceptance]
+
+
+def iterate_slices(prompts: Iterable[PromptAcceptance], columns: pd.DataFrame, by: Sequence[str]) -> Iterator[Slice]:
+    """Yield every slice; see `slice_acceptance`."""
     prompts = list(prompts)
     _check_columns(prompts, columns, by)
     known = columns.reindex([prompt.sample_id for prompt in prompts])
-    rows = []
     for column in by:
         for value, positions in _slice_column(known.loc[:, column]):
-            measured = summarize_acceptance([prompts[position] for position in positions], resampling)
-            rows.append({"column": column, "value": value, **{name: getattr(measured, name) for name in MEASURES}})
-    return pd.DataFrame(rows, columns=["column", "value", *MEASURES]).astype(MEASURES)
+            yield Slice(column, value, [prompts[position] for position in positions])
+
+
+def read_sample_columns(tokens: TokenizedSet) -> pd.DataFrame:
+    """Return the columns of the eval data, and `length` in tokens, indexed by sample id."""
+    rows = [{**row.columns, "sample_id": row.sample_id, "length": len(row)} for row in tokens]
+    return pd.DataFrame(rows).set_index("sample_id")
 
 
 def _check_columns(prompts: Sequence[PromptAcceptance], columns: pd.DataFrame, by: Sequence[str]) -> None:

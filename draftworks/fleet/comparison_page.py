@@ -1,0 +1,197 @@
+"""A comparison of two drafts as Markdown, as a self-contained HTML page and as JSON."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from draftworks.evaluation.ladder.statistics import AcceptanceSummary
+from draftworks.evaluation.report.findings import WALK
+from draftworks.evaluation.report.markdown_tables import render_table
+from draftworks.fleet.compared_drafts import ComparedDraft, ReportPlace
+from draftworks.fleet.draft_comparison import DraftComparison, EvalSetFigures, Kind
+from draftworks.fleet.recipe_differences import Difference
+
+_MAX_CELL_LENGTH = 60
+_NOTE = (
+    "Differences are A minus B, in accepted draft tokens per pass of the walk (rung 3), with 95% intervals by bootstrap over "
+    "prompts. Paired: on prompts with the same tokens in both reports."
+)
+_SLICES_NOTE = "Of many slices, about one in twenty has an interval without 0 by chance alone."
+_STYLE = (
+    "body{font-family:sans-serif;max-width:72em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
+    "td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}img{max-width:100%}"
+)
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A part of the page: a title, paragraphs, and a table with a row per mapping."""
+
+    title: str
+    text: tuple[str, ...] = ()
+    rows: tuple[Mapping[str, str], ...] = ()
+
+
+def render_markdown(found: DraftComparison, picture: str | None = None) -> str:
+    """Return the comparison as Markdown.
+
+    Args:
+        picture: path of the picture as the file is to name it; None: without one.
+    """
+    parts = [f"# {_title(found)}"]
+    for section in _iterate_sections(found):
+        parts += [f"## {section.title}", *section.text]
+        parts += [render_table(section.rows, max_cell_length=_MAX_CELL_LENGTH)] if section.rows else []
+        parts += [f"![differences]({picture})"] if picture is not None and section.title == "Figures" else []
+    return "\n\n".join(parts) + "\n"
+
+
+def render_html(found: DraftComparison, picture: bytes | None = None) -> str:
+    """Return the comparison as one HTML file that holds its picture, a PNG."""
+    title = html.escape(_title(found))
+    parts = [f"<h1>{title}</h1>"]
+    for section in _iterate_sections(found):
+        parts.append(f"<h2>{html.escape(section.title)}</h2>")
+        parts += [f"<p>{html.escape(text)}</p>" for text in section.text]
+        parts += [_render_html_table(section.rows)] if section.rows else []
+        if picture is not None and section.title == "Figures":
+            data = base64.b64encode(picture).decode()
+            parts.append(f'<p><img alt="differences" src="data:image/png;base64,{data}"></p>')
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return f"<!doctype html>\n<html><head>{head}</head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+
+
+def describe_comparison(found: DraftComparison) -> dict[str, Any]:
+    """Return the comparison as JSON values."""
+    return {
+        "a": _describe_side(found.a, found.reports.a),
+        "b": _describe_side(found.b, found.reports.b),
+        "metric": WALK,
+        "verdict": found.verdict,
+        "notes": list(found.notes),
+        "recipe": [asdict(one) for one in found.recipe],
+        "data": [asdict(one) for one in found.data],
+        "costs": {"a": found.costs[0].to_json(), "b": found.costs[1].to_json()},
+        "eval_sets": [_describe_figures(one) for one in found.figures],
+    }
+
+
+def _describe_side(side: ComparedDraft, place: ReportPlace | None) -> dict[str, Any]:
+    return {
+        "given": side.given,
+        "target": side.target,
+        "strategy": side.strategy,
+        "draft": None if side.draft is None else side.draft.path.name,
+        "weights_of_target": side.weights_of_target,
+        "report": None if place is None else str(next(iter(place.folders.values())).parent),
+    }
+
+
+def _describe_figures(one: EvalSetFigures) -> dict[str, Any]:
+    return {
+        "eval_set": one.eval_set,
+        "verdict": one.verdict.value,
+        "kind": one.kind.value,
+        "a": None if one.a is None else one.a.to_json(),
+        "b": None if one.b is None else one.b.to_json(),
+        "a_draft_tokens": one.a_draft_tokens,
+        "b_draft_tokens": one.b_draft_tokens,
+        "shared_prompts": one.shared,
+        "shared_a": one.shared_a,
+        "shared_b": one.shared_b,
+        "difference": one.difference,
+        "low": None if one.interval is None else one.interval.low,
+        "high": None if one.interval is None else one.interval.high,
+        "confidence": None if one.interval is None else one.interval.confidence,
+        "reason": one.reason,
+        "slices": [asdict(each) for each in one.slices],
+    }
+
+
+def _title(found: DraftComparison) -> str:
+    return f"A {found.a.name}, B {found.b.name}"
+
+
+def _iterate_sections(found: DraftComparison) -> Iterator[_Section]:
+    yield _Section("Verdict", (found.verdict, *found.notes, *(one.describe() for one in found.figures)))
+    figures = tuple(_build_figures_row(one) for one in found.figures)
+    yield _Section("Figures", (_NOTE,), figures)
+    slices = tuple(row for one in found.figures for row in _build_slice_rows(one))
+    if slices:
+        yield _Section("Slices", (_SLICES_NOTE,), slices)
+    yield _list_differences("Recipe", "The recipes are equal.", found.recipe)
+    yield _list_differences("Data", "The data are equal.", found.data)
+    yield _Section("Size and training", (), tuple(_build_cost_rows(found)))
+
+
+def _build_figures_row(one: EvalSetFigures) -> dict[str, str]:
+    is_paired = one.kind is Kind.PAIRED
+    difference = "" if one.difference is None else f"{one.difference:+.3f}"
+    interval = "" if one.interval is None else f"{one.interval.low:+.3f} to {one.interval.high:+.3f}"
+    return {
+        "eval set": one.eval_set,
+        "A, all its prompts": _format_side(one.a),
+        "B, all its prompts": _format_side(one.b),
+        "prompts in common": f"{one.shared:,}",
+        "A on these": _format(one.shared_a),
+        "B on these": _format(one.shared_b),
+        "A - B": difference,
+        "95% interval": interval if is_paired or not interval else f"{interval} (unpaired)",
+        "verdict": one.verdict.value,
+    }
+
+
+def _build_slice_rows(one: EvalSetFigures) -> Iterator[dict[str, str]]:
+    for each in one.slices:
+        yield {
+            "eval set": one.eval_set,
+            "slice": f"{each.column} = {each.value}",
+            "prompts": f"{each.prompts:,}",
+            "A": _format(each.a),
+            "B": _format(each.b),
+            "A - B": f"{each.difference:+.3f}",
+            "95% interval": f"{each.low:+.3f} to {each.high:+.3f}",
+        }
+
+
+def _list_differences(title: str, equal: str, differences: tuple[Difference, ...]) -> _Section:
+    rows = tuple({"key": one.key, "A": _format_value(one.a), "B": _format_value(one.b)} for one in differences)
+    return _Section(title, () if rows else (equal,), rows)
+
+
+def _build_cost_rows(found: DraftComparison) -> Iterator[dict[str, str]]:
+    a, b = (cost.to_json() for cost in found.costs)
+    for key in a:
+        yield {"": key.replace("_", " "), "A": _format_count(a[key]), "B": _format_count(b[key])}
+
+
+def _render_html_table(rows: tuple[Mapping[str, str], ...]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in names) + "</tr>"]
+    for row in rows:
+        lines.append("<tr>" + "".join(f"<td>{html.escape(row.get(name, ''))}</td>" for name in names) + "</tr>")
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+def _format_side(side: AcceptanceSummary | None) -> str:
+    if side is None or side.micro is None or side.low is None or side.high is None:
+        return "not measured"
+    return f"{side.micro:.3f} ({side.low:.3f} to {side.high:.3f}, n = {side.prompts:,})"
+
+
+def _format(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _format_value(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _format_count(value: float | None) -> str:
+    if value is None:
+        return "not known"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
