@@ -12,11 +12,13 @@ from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Dtype, Spec
 from draftworks.config.capture import CaptureSpec
+from draftworks.config.conversion import DataSpec
 from draftworks.config.cron import parse_cron, require_timezone
 from draftworks.config.dataset_urls import is_url, parse_dataset_url
 from draftworks.config.decision import DecisionSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.mix import MixSpec
+from draftworks.config.observation import ObservationSpec, ObservedServerSpec, check_servers
 from draftworks.config.responses import ResponseSpec
 from draftworks.config.served import ServedSpec
 from draftworks.config.service import ServiceSpec
@@ -26,28 +28,6 @@ from draftworks.config.trackers import TrackersSpec
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-class DataSpec(Spec):
-    """How conversations become supervised tokens."""
-
-    only_last_turn: bool = Field(default=False, description="Supervise only the last assistant turn.")
-    held_out_share: float = Field(
-        default=0.1, gt=0, lt=1, description="Share of conversations kept for the eval set `heldout`."
-    )
-    max_conversations: int | None = Field(
-        default=None, gt=0, description="Number of conversations to use, chosen by hash; None = all."
-    )
-    max_rejected_share: float = Field(
-        default=0.05, ge=0, le=1, description="Share of rejected data rows above which the run stops."
-    )
-    min_supervised_share: float = Field(
-        default=0.02, ge=0, le=1, description="Share of supervised tokens below which the run stops."
-    )
-    workers: int = Field(default=2, ge=1, description="Tokenizer processes.")
-
-    def to_identity(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"workers"})
 
 
 class TrainingSpec(Spec):
@@ -293,6 +273,10 @@ class TargetSpec(Spec):
     gates: GateSpec = Field(default_factory=GateSpec)
     service: ServiceSpec | None = Field(default=None, description="Puts drafts into service by a rule; null: no asset.")
     decision: DecisionSpec | None = Field(default=None, description="When the draft in service is trained again.")
+    servers: list[ObservedServerSpec] = Field(
+        default_factory=list, description="Servers in production, whose counters `draftworks observe` reads."
+    )
+    observation: ObservationSpec = Field(default_factory=ObservationSpec)
     strategies: dict[str, StrategyEntry] = Field(default_factory=lambda: {"eagle3": StrategyEntry()})
 
     @field_validator("name", "dataset")
@@ -323,6 +307,11 @@ class TargetSpec(Spec):
             raise ValueError(
                 "decision: is about the draft in service: add a `service` section too, {} for its defaults"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> TargetSpec:
+        check_servers(self.servers, self.strategies)
         return self
 
     @model_validator(mode="after")

@@ -19,7 +19,16 @@ from draftworks.errors import DraftworksError
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.leaderboard_views import CAPTION, cells
-from draftworks.programs import checking, comparing, engine, export_features, retention, service_commands, start
+from draftworks.programs import (
+    checking,
+    comparing,
+    engine,
+    export_features,
+    observe,
+    retention,
+    service_commands,
+    start,
+)
 from draftworks.programs.keys import FILES, list_keys
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
@@ -39,6 +48,7 @@ for command in (retention.usage, retention.prune, retention.pin, retention.unpin
 app.command()(service_commands.promote)
 app.command()(service_commands.rollback)
 app.command()(service_commands.in_service)
+app.command()(observe.observe)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 FILE_WIDTH = 1000

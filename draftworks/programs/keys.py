@@ -41,9 +41,12 @@ def list_keys(file: str) -> Iterator[Key]:
             yield from _list_fields(resolve_strategy(strategy).options, f"strategies.{strategy}.options.")
 
 
-def _list_fields(model: type[BaseModel], prefix: str = "", skip: str = "strategies") -> Iterator[Key]:
+def _list_fields(
+    model: type[BaseModel], prefix: str = "", skip: str = "strategies", named: bool = False
+) -> Iterator[Key]:
+    """Yield the keys of a model. `named`: it has its name as a key; that of a file or of a mapping's entry is outside."""
     for name, field in model.model_fields.items():
-        if name in (skip, "name"):
+        if name == skip or (name == "name" and not named):
             continue
         members = _split_union(field.annotation)
         models = [member for member in members if _is_model(member)]
@@ -51,6 +54,8 @@ def _list_fields(model: type[BaseModel], prefix: str = "", skip: str = "strategi
             yield Key(
                 f"{prefix}{name}", _format_type(field.annotation), _format_default(field), field.description or ""
             )
+        for nested in filter(_is_model, typing.get_args(field.annotation) if _is_list(field.annotation) else ()):
+            yield from _list_fields(nested, f"{prefix}{name}[].", named=True)
         if len(models) == len(members) > 1:
             yield from _list_kinds(models, f"{prefix}{name}.")
         else:
@@ -77,6 +82,10 @@ def _split_union(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
+def _is_list(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is list
+
+
 def _is_model(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
@@ -98,4 +107,6 @@ def _format_type(annotation: Any) -> str:
         return "mapping"
     if annotation is type(None):
         return "null"
+    if _is_list(annotation) and _is_model(typing.get_args(annotation)[0]):
+        return "list[mapping]"
     return annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)

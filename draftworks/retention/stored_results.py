@@ -20,6 +20,7 @@ NO_RESULTS = frozenset(
         *("answers", "eval_cache", "feature_cache", "feature_store", "leaderboard", "loop_cache", "object_store_notes"),
         *(
             "in_service",
+            "observed",
             "pins",
             "plans",
             "runs",

@@ -25,6 +25,7 @@ from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import KINDS
 from draftworks.config.mix import MixSpec
 from draftworks.config.object_storage import BucketAccess, ObjectStorageSpec, PublishSpec
+from draftworks.config.observation import ObservationSpec, ObservedServerSpec
 from draftworks.config.prices import PricesSpec
 from draftworks.config.registry_files import (
     DatasetSpec,
@@ -52,6 +53,7 @@ SERVER = CaptureSpec(backend="sglang_server")
 CUSTOM = CustomEngineSpec(entry_point="a:b", engine="mine")
 REDACTION = RedactionSpec(command=["true"])
 HOOK = HookSpec(command=["true"])
+SERVED = ObservedServerSpec(name="a", url="https://a", kind="vllm", strategy="eagle3")
 ENDPOINT = EndpointSpec(base_urls=["http://127.0.0.1:1/v1"], server="vllm")
 
 
@@ -180,8 +182,11 @@ SETTINGS = [
         TARGET,
         of_target,
         {"max_length", "data", "responses", "capture", "evals", "evaluation", "strategies"},
-        {"name", "description", "gates", "service", "decision", "streaming", "launcher", *BY_CONTENT},
+        {"name", "description", "gates", "service", "decision", "streaming", "launcher", *BY_CONTENT}
+        | {"servers", "observation"},
         {
+            "servers": [SERVED],
+            "observation": ObservationSpec(recent_hours=1),
             "service": ServiceSpec(),
             "decision": DecisionSpec(),
             "mix": MixSpec(datasets=["other"]),
@@ -233,6 +238,18 @@ SETTINGS = [
         lambda decision: of_target(TARGET.model_copy(update={"decision": decision})),
         set(),
         {"tune_margin", "retrain_margin", "least_prompts", "act", "traffic", "hold"},
+    ),
+    Settings(
+        SERVED,
+        lambda server: of_target(TARGET.model_copy(update={"servers": [server]})),
+        set(),
+        {"name", "url", "kind", "strategy", "model", "api_key_env", "timeout_s"},
+    ),
+    Settings(
+        ObservationSpec(),
+        lambda observation: of_target(TARGET.model_copy(update={"observation": observation})),
+        set(),
+        {"baseline_hours", "recent_hours"},
     ),
     Settings(
         HOOK,

@@ -21,6 +21,7 @@ ROOMS = [
         "training",
         "runtime",
         "service",
+        "production",
         "fleet",
         "planning",
         "decision",

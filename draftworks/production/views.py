@@ -1,0 +1,157 @@
+"""The standings of servers as table rows, as JSON, and as a plot of their series over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from draftworks.evaluation.ladder.statistics import Interval
+from draftworks.production.acceptance import WindowAcceptance
+from draftworks.production.observer import UNKNOWN_DRAFT
+from draftworks.production.readings import Window, split_windows
+from draftworks.production.standing import GAP_S, ServerStanding
+
+COLUMNS = (
+    "server",
+    "kind",
+    "strategy",
+    "draft",
+    "accepted now",
+    "first hours",
+    "difference",
+    "walk (rung 3)",
+    "passes",
+    "read",
+)
+CAPTION = (
+    "Draft tokens accepted per pass, by the server's own counters over its own traffic (rung 6), with 95% intervals by a "
+    "bootstrap over blocks of windows. First hours: of the same draft on the same server. The walk is another rung, over other "
+    "prompts (heldout): it stands beside, and does not compare."
+)
+NO_INTERVAL = "no interval"
+MOST_POINTS = 200
+
+
+def format_row(standing: ServerStanding) -> tuple[str, ...]:
+    """Return the cells of a server's row, in the order of COLUMNS."""
+    server = standing.observation.server
+    readings = standing.observation.readings
+    difference = standing.difference
+    return (
+        server.name,
+        server.kind,
+        server.strategy,
+        _format_draft(standing),
+        _format_now(standing),
+        "" if standing.baseline is None else format_acceptance(standing.baseline),
+        "" if difference is None else f"{difference.value:+.3f}{_format_interval(difference.interval, '+')}",
+        "" if standing.walk is None or standing.walk.value is None else f"{standing.walk.value:.3f}",
+        "" if standing.now is None else f"{standing.now.passes:,}",
+        "never" if not readings else f"{datetime.fromtimestamp(readings[-1].time, UTC):%Y-%m-%d %H:%M:%S} UTC",
+    )
+
+
+def list_notes(standings: Sequence[ServerStanding]) -> list[str]:
+    """Return what a reader of the table has to know: remarks of servers, restarts, gaps, why there is no interval."""
+    notes = []
+    for one in standings:
+        found = list(one.observation.remarks)
+        if one.now is not None and one.now.value is not None and one.now.interval is None:
+            found.append(f"{one.now.windows} windows with a pass: too few for an interval")
+        if one.now is not None and one.now.value is None:
+            found.append("no pass was verified in these hours")
+        if one.now is None and one.gauge is None and one.draft is not None:
+            found.append("read once since it serves this draft: what it accepts is known after the next reading")
+        if one.now is not None and one.baseline is None:
+            found.append("the first hours of this draft are not over: nothing to compare with yet")
+        if one.restarts or one.gaps:
+            found.append(f"{one.restarts} restarts, {one.gaps} gaps of more than {GAP_S / 3600:g} h in the series")
+        notes += [f"{one.server}: {each}" for each in found]
+    return notes
+
+
+def format_acceptance(found: WindowAcceptance) -> str:
+    if found.value is None:
+        return ""
+    return f"{found.value:.3f}{_format_interval(found.interval)}"
+
+
+def to_json(standing: ServerStanding) -> dict[str, Any]:
+    """Return the standing of a server as JSON values."""
+    walk, observation = standing.walk, standing.observation
+    return {
+        "server": standing.server,
+        "kind": observation.server.kind,
+        "strategy": observation.server.strategy,
+        "version": observation.readings[-1].version if observation.readings else None,
+        "draft": standing.draft,
+        "draft_by_server": standing.by_server,
+        "read": observation.readings[-1].time if observation.readings else None,
+        "now": None if standing.now is None else asdict(standing.now),
+        "baseline": None if standing.baseline is None else asdict(standing.baseline),
+        "difference": None if standing.difference is None else asdict(standing.difference),
+        "gauge": standing.gauge,
+        "walk": None if walk is None else {name: getattr(walk, name) for name in ("metric", "value", "low", "high")},
+        "restarts": standing.restarts,
+        "gaps": standing.gaps,
+        "problem": observation.problem,
+        "remarks": list(observation.remarks),
+    }
+
+
+def plot_series(standings: Sequence[ServerStanding], title: str) -> bytes | None:
+    """Return a PNG with accepted tokens per pass of each server over time; None if no server has anything to show."""
+    from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
+
+    lines = {one.server: list_points(one) for one in standings}
+    lines = {name: points for name, points in lines.items() if points}
+    if not lines:
+        return None
+    figure = make_figure(8.0, 3.6)
+    axes = figure.add_subplot()
+    for index, (name, points) in enumerate(lines.items()):
+        times = [datetime.fromtimestamp(time, UTC) for time in points]
+        colour = COLOURS[index % len(COLOURS)]
+        axes.plot(times, list(points.values()), color=colour, marker=".", linewidth=1, label=name)  # pyright: ignore
+    for index, one in enumerate(standings):
+        baseline = one.baseline
+        if baseline is not None and baseline.value is not None:
+            axes.axhline(baseline.value, color=COLOURS[index % len(COLOURS)], linestyle=":", linewidth=1)
+    axes.set_ylim(bottom=0)
+    figure.autofmt_xdate()
+    figure.legend(loc="outside lower center", frameon=False)
+    label_axes(axes, title, "", "accepted per pass (rung 6)")
+    return render_png(figure)
+
+
+def list_points(standing: ServerStanding, most: int = MOST_POINTS) -> Mapping[float, float]:
+    """Return accepted tokens per pass by the time of each window's end, or of each gauge; neighbours are joined."""
+    readings = standing.observation.readings
+    windows = [window for window in split_windows(readings) if window.passes]
+    if not windows:
+        gauges = [one for one in readings if one.gauge is not None and not one.counters]
+        step = -(-len(gauges) // most) or 1
+        return {one.time: max((one.gauge or 0.0) - 1, 0.0) for one in gauges[::step]}
+    size = -(-len(windows) // most)
+    groups: list[list[Window]] = [windows[start : start + size] for start in range(0, len(windows), size)]
+    return {group[-1].end: sum(w.accepted for w in group) / sum(w.passes for w in group) for group in groups}
+
+
+def _format_now(standing: ServerStanding) -> str:
+    if standing.now is not None:
+        return format_acceptance(standing.now)
+    return "" if standing.gauge is None else f"{standing.gauge:.3f} (gauge, {NO_INTERVAL})"
+
+
+def _format_draft(standing: ServerStanding) -> str:
+    if standing.draft is None:
+        return ""
+    if standing.by_server or standing.draft == UNKNOWN_DRAFT:
+        return standing.draft
+    return f"{standing.draft} (in service; the server does not say)"
+
+
+def _format_interval(interval: Interval | None, sign: str = "") -> str:
+    return f" ({NO_INTERVAL})" if interval is None else f" ({interval.low:{sign}.3f} to {interval.high:{sign}.3f})"

@@ -1,0 +1,104 @@
+"""The command `draftworks observe`: what the servers of a target accept, by their own counters."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from draftworks.errors import ConfigError, DraftworksError
+from draftworks.programs.service_commands import CHECKOUT_REGISTRY, RegistryOption, TargetArgument
+from draftworks.programs.start import report_error
+from draftworks.storage.artifacts import ArtifactStore
+from draftworks.targets.registry import Registry
+
+if TYPE_CHECKING:
+    from draftworks.production.observer import Observation, Observer
+    from draftworks.production.standing import ServerStanding
+
+FILE_WIDTH = 1000
+
+
+def observe(
+    target: TargetArgument,
+    every: Annotated[float | None, typer.Option("--every", help="Seconds between two readings.")] = None,
+    duration: Annotated[
+        float | None,
+        typer.Option("--for", help="Seconds until it ends; needs --every. By default the servers are read once."),
+    ] = None,
+    no_read: Annotated[
+        bool, typer.Option("--no-read", help="Show the series as they are; no server is asked.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    registry: RegistryOption = CHECKOUT_REGISTRY,
+) -> None:
+    """Read the counters of a target's servers, and show what they accept beside their first hours and the walk."""
+    from draftworks.production.observer import Observer
+    from draftworks.production.standing import assess_all
+
+    try:
+        _check_times(every, duration, no_read)
+        found = Registry(registry)
+        spec, var = found.load_target(target), found.resolve_var_folder()
+        observer = Observer.of(spec, found.root, var)
+        observations = observer.recall() if no_read else _observe_for(observer, every, duration or 0.0)
+        standings = assess_all(observations, spec.observation, ArtifactStore(var), target)
+    except DraftworksError as error:
+        raise report_error(error) from None
+    _print(target, standings, as_json)
+    if any(one.problem for one in observations):
+        raise typer.Exit(1)
+
+
+def _check_times(every: float | None, duration: float | None, no_read: bool) -> None:
+    for name, value in (("--every", every), ("--for", duration)):
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"{name}: expected seconds, more than 0, found {value:g}")
+    if duration is not None and every is None:
+        raise ConfigError("--for: say how often too: --every SECONDS")
+    if no_read and every is not None:
+        raise ConfigError("--no-read asks no server: leave out --every")
+
+
+def _observe_for(observer: Observer, every: float | None, duration: float) -> list[Observation]:
+    """Read the servers at once, and then every `every` seconds for `duration` seconds, or until the user stops it."""
+    ends = time.monotonic() + duration
+    due = time.monotonic()
+    observations = _observe_once(observer)
+    try:
+        while every is not None and (due := max(due + every, time.monotonic())) <= ends:
+            time.sleep(max(0.0, due - time.monotonic()))
+            observations = _observe_once(observer)
+    except KeyboardInterrupt:
+        typer.echo("stopped: what was read is kept", err=True)
+    return observations
+
+
+def _observe_once(observer: Observer) -> list[Observation]:
+    observations = observer.observe()
+    for one in observations:
+        if one.problem is not None:
+            typer.echo(f"warning: {one.problem}", err=True)
+    return observations
+
+
+def _print(target: str, standings: Sequence[ServerStanding], as_json: bool) -> None:
+    from draftworks.production.views import CAPTION, COLUMNS, format_row, list_notes, to_json
+
+    if as_json:
+        typer.echo(json.dumps({"target": target, "servers": list(map(to_json, standings))}))
+        return
+    table = Table(title=f"servers of {target}", title_justify="left", caption=CAPTION, caption_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for standing in standings:
+        table.add_row(*map(escape, format_row(standing)))
+    Console(width=None if Console().is_terminal else FILE_WIDTH).print(table)
+    for note in list_notes(standings):
+        typer.echo(note)
