@@ -10,6 +10,7 @@ import dagster as dg
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import VOCAB_FILE, EvaluateRun
 from draftworks.config.strategies import StrategySpec
+from draftworks.errors import DraftworksError
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
@@ -78,7 +79,8 @@ def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.Assets
 
         artifact = obtain_result(context, workspace, subject.to_identity(workspace).to_json(), build)
         published = publish_result(context, workspace, artifact)
-        return report_result(context, artifact, {**describe_report(artifact), **published})
+        slices = describe_weighted_slices(workspace, strategy, artifact)
+        return report_result(context, artifact, {**describe_report(artifact), **slices, **published})
 
     return report
 
@@ -182,6 +184,23 @@ def describe_report(artifact: Artifact) -> dict:
         metadata[f"acceptance{suffix}"] = embed_picture(folder / "acceptance.png", f"acceptance on {name}")
     metadata["model_card"] = dg.MetadataValue.md(strip_front_matter((artifact.path / CARD).read_text(encoding="utf-8")))
     return {**metadata, **{f"simulated_acc_len_{draft}": score for draft, score in read_scores(artifact).items()}}
+
+
+def describe_weighted_slices(workspace: Workspace, strategy: StrategySpec, artifact: Artifact) -> dict[str, Any]:
+    """Return whether weights of slices have helped; {} for a draft that was trained without."""
+    if workspace.registry.load_target(artifact.target).mix is None:
+        return {}
+    from draftworks.evaluation.report.markdown_tables import render_table
+    from draftworks.fleet.slice_history import SliceHistory, summarize_weighted
+
+    try:
+        found = SliceHistory(workspace.artifacts, artifact.target, strategy.name).find_weighted(artifact)
+    except DraftworksError as error:
+        return {"weighted_slices": dg.MetadataValue.md(f"Not compared: {error}")}
+    if found is None:
+        return {}
+    table = render_table([one.to_row() for one in found.changes])
+    return {"weighted_slices": dg.MetadataValue.md(f"{summarize_weighted(found)}\n\n{table}")}
 
 
 def drop_speeds(report: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -12,12 +12,11 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, select
 from draftworks.data.prepare import Chosen, Part, choose_rows, split_parts, write_parts
 from draftworks.data.slice_columns import add_slice_columns
-from draftworks.data.slice_weights import SlicePlan, save_plan, select_weighted
+from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, save_plan, select_weighted
 from draftworks.data.split import is_held_out
 from draftworks.errors import DataError
 from draftworks.storage.atomic import publish_file, remove
 
-WEIGHTS_FILE = "weights.json"
 _SUMMED = ("files", "rows", "rejected", "duplicates")
 
 

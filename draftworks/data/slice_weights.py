@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from draftworks.data.conversations import Conversation  # it imports pyarrow
 
 SCHEMA = 1
+WEIGHTS_FILE = "weights.json"
+"""In a set of conversations that was chosen by weights: the plan."""
 MAX_FILE_BYTES = 1 << 20
 LARGEST_WEIGHT = 10.0
 DEFAULT_MAX_WEIGHT = 3.0

@@ -27,6 +27,7 @@ from draftworks.programs import (
     observe,
     retention,
     service_commands,
+    slice_commands,
     start,
 )
 from draftworks.programs.keys import FILES, list_keys
@@ -49,6 +50,7 @@ app.command()(service_commands.promote)
 app.command()(service_commands.rollback)
 app.command()(service_commands.in_service)
 app.command()(observe.observe)
+app.command()(slice_commands.slices)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 FILE_WIDTH = 1000

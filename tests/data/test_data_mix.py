@@ -11,9 +11,9 @@ from served_toys import body, message, served, write_log
 from draftworks.config.registry_files import DatasetSpec, DataSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import read_conversations
-from draftworks.data.mix import WEIGHTS_FILE, prepare_mix
+from draftworks.data.mix import prepare_mix
 from draftworks.data.prepare import prepare_eval_set
-from draftworks.data.slice_weights import SlicePlan, SliceWeight, read_plan
+from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, SliceWeight, read_plan
 from draftworks.errors import DataError
 
 DATA = DataSpec(held_out_share=0.3)

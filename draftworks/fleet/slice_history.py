@@ -1,0 +1,168 @@
+"""Slices of a draft over time: its reports prompt by prompt, the report at its promotion, and whether weights have helped.
+
+Reads records and tables only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from draftworks.config.run_files import TOKENS_FOLDER
+from draftworks.data.slice_columns import select_slice_columns
+from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, read_plan
+from draftworks.data.tokenized import TokenizedSet
+from draftworks.errors import StoreError
+from draftworks.evaluation.ladder.statistics import Resampling, select_measured
+from draftworks.evaluation.report.findings import WALK
+from draftworks.evaluation.report.slice_changes import MeasuredPrompts, SliceChange, compare_slices
+from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
+from draftworks.evaluation.report.tables import read_prompts
+from draftworks.service.register import ServiceRegister
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.asset_names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, of_eval_set, of_strategy
+from draftworks.storage.identity import digest
+from draftworks.storage.records import DraftIdentity, ReportIdentity
+from draftworks.targets.registry import HELDOUT
+
+
+@dataclass(frozen=True)
+class WeightedSlices:
+    """Whether the weights of a draft's training data have helped: its slices against those that the plan was made from."""
+
+    plan: SlicePlan
+    changes: tuple[SliceChange, ...]
+
+
+@dataclass(frozen=True)
+class SliceHistory:
+    """The reports of one strategy of a target."""
+
+    artifacts: ArtifactStore
+    target: str
+    strategy: str
+
+    def find_report(self, name: str) -> Artifact | None:
+        """Return a report by its name; None if it was removed."""
+        return next((one for one in self._list_reports() if one.path.name == name), None)
+
+    def find_newest(self, draft: str) -> Artifact | None:
+        """Return the newest report of a draft, by the draft's digest."""
+        return next((one for one in self._list_reports() if ReportIdentity.of(one).draft_identity == draft), None)
+
+    def find_draft_in_service(self) -> str:
+        """Return the digest of the draft in service. Raises StoreError if there is none."""
+        return self._register.require().draft.digest
+
+    def require_reference(self, draft: str) -> Artifact:
+        """Return the report with which a draft was promoted, or else that of the draft in service.
+
+        Raises:
+            StoreError: no draft is in service, or the report was removed.
+        """
+        now = self._register.require()
+        earlier = [one.draft for one in self._register.read_history() if one.draft.digest == draft]
+        name = (earlier[0] if earlier else now.draft).report
+        found = self.find_report(name)
+        if found is None:
+            raise StoreError(
+                f"target {self.target}, {self.strategy}: the report {name} of the promotion is not there any more: slices "
+                "have nothing to be compared with. Evaluate and promote a draft again"
+            )
+        return found
+
+    def find_weighted(self, report: Artifact) -> WeightedSlices | None:
+        """Compare a draft that was trained with weights with the report that they were made from.
+
+        Returns:
+            None if it was trained without weights, or with those of another strategy.
+
+        Raises:
+            StoreError: that report, or its eval data, is gone.
+            DataError: the reports do not compare.
+        """
+        draft = next(
+            (
+                one
+                for one in self.artifacts.list_all(of_strategy(self.strategy).draft, self.target)
+                if one.path.name == ReportIdentity.of(report).draft_identity
+            ),
+            None,
+        )
+        plan = None if draft is None else self._find_plan(draft)
+        if plan is None or (plan.target, plan.strategy) != (self.target, self.strategy):
+            return None
+        before = self.find_report(plan.report)
+        if before is None:
+            raise StoreError(f"the report {plan.report} that the weights were made from is not there any more")
+        pair = [self.read_measured(one, plan.eval_set) for one in (report, before)]
+        slices = [(one.column, one.value) for one in plan.weights]
+        return WeightedSlices(plan, compare_slices(pair[0], pair[1], only=slices))
+
+    def read_measured(self, report: Artifact, eval_set: str) -> MeasuredPrompts:
+        """Return the walk of a report, prompt by prompt, with the slice columns of its eval data.
+
+        Raises:
+            StoreError: the report or its eval data is missing or damaged.
+        """
+        folder = report.path / eval_set
+        values = read_report(folder)
+        path = require_prompts_file(folder)
+        with report_file_errors(folder / REPORT):
+            draft_tokens, resampling = values["draft_tokens"], Resampling(**values["resampling"])
+        with report_file_errors(path):
+            walk = select_measured(read_prompts(path).get((TRAINED, WALK), ()))
+        rows = {row.sample_id: row for row in self._open_tokens(report, eval_set)}
+        unknown = sorted(walk.keys() - rows.keys())
+        if unknown:
+            raise StoreError(f"{path}: prompt {unknown[0]} is not in the eval data that the report names")
+        return MeasuredPrompts(
+            report.path.name,
+            ReportIdentity.of(report).draft,
+            draft_tokens,
+            walk,
+            {name: digest([rows[name].token_digest, rows[name].loss_mask.tobytes().hex()]) for name in walk},
+            {name: select_slice_columns(rows[name].columns) for name in walk},
+            resampling,
+        )
+
+    def list_eval_sets(self, report: Artifact) -> list[str]:
+        """Return the eval sets of a report, `heldout` first."""
+        return [HELDOUT, *sorted(ReportIdentity.of(report).evals)]
+
+    @property
+    def _register(self) -> ServiceRegister:
+        return ServiceRegister(self.artifacts.root, self.target, self.strategy)
+
+    def _list_reports(self) -> list[Artifact]:
+        return self.artifacts.list_all(of_strategy(self.strategy).report, self.target)
+
+    def _open_tokens(self, report: Artifact, eval_set: str) -> TokenizedSet:
+        """Open the answers that a report was measured on, which need not be the newest ones."""
+        identity, asset = ReportIdentity.of(report), of_eval_set(eval_set).responses
+        measured = identity.heldout if eval_set == HELDOUT else identity.evals.get(eval_set)
+        for responses in self.artifacts.list_all(asset, self.target):
+            if measured is not None and responses.data_version == measured.answers:
+                return TokenizedSet.open(responses.path / TOKENS_FOLDER)
+        raise StoreError(f"{report.path}: the {asset} that it was measured on are not there any more")
+
+    def _find_plan(self, draft: Artifact) -> SlicePlan | None:
+        """Return the weights of the conversations from which a draft's training tokens were made."""
+        versions: set[str | None] = {DraftIdentity.of(draft).tokens}
+        for asset, key in ((TOKENIZED_TRAIN, "responses"), (RESPONSES, "conversations")):
+            made = self.artifacts.list_all(asset, self.target)
+            versions = {one.identity.get(key) for one in made if one.data_version in versions}
+        for prepared in self.artifacts.list_all(CONVERSATIONS, self.target):
+            if prepared.data_version in versions and (prepared.path / WEIGHTS_FILE).is_file():
+                return read_plan(prepared.path / WEIGHTS_FILE)
+        return None
+
+
+def summarize_weighted(found: WeightedSlices) -> str:
+    """Return one sentence: on how many of the weighted slices the draft accepts more than before."""
+    verdicts: Mapping[str, str] = {"rose": "helped", "fell": "fell further", "no clear change": "no clear change"}
+    counts = {word: sum(one.verdict == name for one in found.changes) for name, word in verdicts.items()}
+    unknown = sum(one.verdict == "too few prompts" for one in found.changes)
+    said = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    said += f"{', ' if said and unknown else ''}{unknown} with too few prompts" if unknown else ""
+    return f"Of {len(found.changes)} slices that this draft's data was weighted towards: {said or 'none'}."

@@ -1,0 +1,123 @@
+"""The command `draftworks slices`: which slices of the eval sets fell since a draft was promoted, and weights for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftworks.data.slice_weights import DEFAULT_MAX_WEIGHT, SlicePlan, save_plan
+from draftworks.errors import ConfigError, DraftworksError, StoreError
+from draftworks.programs.start import CHECKOUT, report_error
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.targets.registry import Registry
+
+if TYPE_CHECKING:
+    from draftworks.evaluation.report.slice_changes import SliceChange
+    from draftworks.fleet.slice_history import SliceHistory
+
+
+def slices(
+    target: Annotated[str, typer.Argument(help="The registry's name of the model.")],
+    strategy: Annotated[str, typer.Argument(help="eagle3, dflash and their like.")],
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="Digest of the draft; by default the one in service.")
+    ] = None,
+    eval_set: Annotated[str | None, typer.Option("--eval-set", help="One eval set; by default all.")] = None,
+    least: Annotated[int, typer.Option("--least-prompts", min=2, help="Prompts below which a slice is left out.")] = 20,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Write weights of the slices that fell to this file, for mix.weights.")
+    ] = None,
+    max_weight: Annotated[
+        float, typer.Option("--max-weight", help="Most that a slice may weigh, 1 to 10.")
+    ] = DEFAULT_MAX_WEIGHT,
+    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT / "registry",
+) -> None:
+    """Show which slices accept less than at promotion, by language, length, thinking and source; --save weighs them."""
+    from draftworks.fleet.slice_history import SliceHistory
+
+    try:
+        found = Registry(registry)
+        spec = found.load_target(target)
+        if strategy not in spec.strategies:
+            raise ConfigError(f"target {target} does not use {strategy}; it has {', '.join(spec.strategies)}")
+        history = SliceHistory(ArtifactStore(found.resolve_var_folder()), target, strategy)
+        chosen = draft or history.find_draft_in_service()
+        report = history.find_newest(chosen)
+        if report is None:
+            raise StoreError(f"target {target}, {strategy}: draft {chosen} has no report: draftworks run evaluate")
+        reference = history.require_reference(chosen)
+        wanted = _choose_eval_sets(history, report, reference, eval_set, save is not None)
+        for name in wanted:
+            changes = _show(history, report, reference, name, least)
+            if save is not None:
+                _save(
+                    save,
+                    changes,
+                    SlicePlan(target, strategy, name, report.path.name, reference.path.name, 1.0, ()),
+                    max_weight,
+                )
+        _show_weighted(history, report)
+    except DraftworksError as error:
+        raise report_error(error) from None
+
+
+def _choose_eval_sets(
+    history: SliceHistory, report: Artifact, reference: Artifact, wanted: str | None, one_only: bool
+) -> list[str]:
+    """Return the eval sets of both reports, or the wanted one of them."""
+    both = [name for name in history.list_eval_sets(report) if name in history.list_eval_sets(reference)]
+    if wanted is not None and wanted not in both:
+        raise ConfigError(f"eval set {wanted}: expected one that both reports have: {', '.join(both)}")
+    if wanted is None and one_only and len(both) > 1:
+        raise ConfigError(f"weights are made from one eval set: choose with --eval-set among {', '.join(both)}")
+    return both if wanted is None else [wanted]
+
+
+def _show(
+    history: SliceHistory, report: Artifact, reference: Artifact, eval_set: str, least: int
+) -> tuple[SliceChange, ...]:
+    from draftworks.evaluation.report.markdown_tables import render_table
+    from draftworks.evaluation.report.slice_changes import compare_slices
+
+    typer.echo(f"{eval_set}: report {report.path.name} against {reference.path.name}, that of the promotion; rung 3")
+    if report.path.name == reference.path.name:
+        typer.echo("nothing was measured since the promotion: draftworks run evaluate")
+        return ()
+    new, old = (history.read_measured(one, eval_set) for one in (report, reference))
+    changes = compare_slices(new, old, least_prompts=least)
+    if not changes:
+        typer.echo("its data has no column with two values or more among language, prompt_length, thinking and source")
+        return ()
+    typer.echo(render_table([one.to_row() for one in changes]))
+    fell = [f"{one.column} {one.value}" for one in changes if one.verdict == "fell"]
+    compared = sum(one.compared is not None for one in changes)
+    typer.echo(f"fell: {', '.join(fell) or 'none'} ({compared} slices compared, corrected by Holm)")
+    return changes
+
+
+def _save(path: Path, changes: tuple[SliceChange, ...], about: SlicePlan, max_weight: float) -> None:
+    from draftworks.evaluation.report.slice_changes import plan_weights
+
+    plan = plan_weights(changes, about, max_weight)
+    if not plan.weights:
+        typer.echo(f"no slice fell: {path} is not written")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_plan(path, plan)
+    typer.echo("".join(f"{one.column} {one.value}: x {one.weight:g}\n" for one in plan.weights) + f"written: {path}")
+
+
+def _show_weighted(history: SliceHistory, report: Artifact) -> None:
+    from draftworks.evaluation.report.markdown_tables import render_table
+    from draftworks.fleet.slice_history import summarize_weighted
+
+    try:
+        found = history.find_weighted(report)
+    except DraftworksError as error:
+        typer.echo(f"whether the weights have helped is not known: {error}")
+        return
+    if found is not None:
+        typer.echo(f"\n{summarize_weighted(found)} Before: report {found.plan.report}, on {found.plan.eval_set}")
+        typer.echo(render_table([one.to_row() for one in found.changes]))
