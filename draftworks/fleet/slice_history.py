@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from draftworks.config.run_files import TOKENS_FOLDER
 from draftworks.data.slice_columns import select_slice_columns
 from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, read_plan
-from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import StoreError
-from draftworks.evaluation.ladder.statistics import Resampling, select_measured
-from draftworks.evaluation.report.findings import WALK
+from draftworks.evaluation.ladder.statistics import select_measured
 from draftworks.evaluation.report.slice_changes import MeasuredPrompts, SliceChange, compare_slices
-from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
-from draftworks.evaluation.report.tables import read_prompts
+from draftworks.evaluation.report.walk_pairs import MeasuredWalk
 from draftworks.service.register import ServiceRegister
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, of_eval_set, of_strategy
+from draftworks.storage.asset_names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, of_strategy
 from draftworks.storage.identity import digest
 from draftworks.storage.records import DraftIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT
@@ -105,25 +101,21 @@ class SliceHistory:
         Raises:
             StoreError: the report or its eval data is missing or damaged.
         """
-        folder = report.path / eval_set
-        values = read_report(folder)
-        path = require_prompts_file(folder)
-        with report_file_errors(folder / REPORT):
-            draft_tokens, resampling = values["draft_tokens"], Resampling(**values["resampling"])
-        with report_file_errors(path):
-            walk = select_measured(read_prompts(path).get((TRAINED, WALK), ()))
-        rows = {row.sample_id: row for row in self._open_tokens(report, eval_set)}
+        found = MeasuredWalk.of(self.artifacts, report, eval_set)
+        assert found.tokens is not None, "of a report in a store"
+        walk = select_measured(found.prompts)
+        rows = {row.sample_id: row for row in found.tokens}
         unknown = sorted(walk.keys() - rows.keys())
         if unknown:
-            raise StoreError(f"{path}: prompt {unknown[0]} is not in the eval data that the report names")
+            raise StoreError(f"{report.path}: prompt {unknown[0]} is not in the eval data that the report names")
         return MeasuredPrompts(
             report.path.name,
             ReportIdentity.of(report).draft,
-            draft_tokens,
+            found.draft_tokens,
             walk,
             {name: digest([rows[name].token_digest, rows[name].loss_mask.tobytes().hex()]) for name in walk},
             {name: select_slice_columns(rows[name].columns) for name in walk},
-            resampling,
+            found.resampling,
         )
 
     def list_eval_sets(self, report: Artifact) -> list[str]:
@@ -136,15 +128,6 @@ class SliceHistory:
 
     def _list_reports(self) -> list[Artifact]:
         return self.artifacts.list_all(of_strategy(self.strategy).report, self.target)
-
-    def _open_tokens(self, report: Artifact, eval_set: str) -> TokenizedSet:
-        """Open the answers that a report was measured on, which need not be the newest ones."""
-        identity, asset = ReportIdentity.of(report), of_eval_set(eval_set).responses
-        measured = identity.heldout if eval_set == HELDOUT else identity.evals.get(eval_set)
-        for responses in self.artifacts.list_all(asset, self.target):
-            if measured is not None and responses.data_version == measured.answers:
-                return TokenizedSet.open(responses.path / TOKENS_FOLDER)
-        raise StoreError(f"{report.path}: the {asset} that it was measured on are not there any more")
 
     def _find_plan(self, draft: Artifact) -> SlicePlan | None:
         """Return the weights of the conversations from which a draft's training tokens were made."""
