@@ -19,6 +19,7 @@ from draftworks.targets.resolve import read_num_layers
 from resources.workspace import Workspace
 from spec_assets.common import OWNERS, guard
 from spec_assets.inputs import GROUP, require_sound_target
+from spec_assets.plans import describe_plans
 
 DATA = """Options of data, answers and capture with defaults filled in, and what the strategies together need of them: taps
 and the size of a reduced vocabulary. Its step also checks the whole entry of the target and what the run itself overrides,
@@ -63,11 +64,12 @@ def _resolve_recipes(context: dg.AssetExecutionContext, workspace: Workspace) ->
     _check_overrides(context, workspace, target)
     for name in target.evals:
         workspace.registry.load_eval_set(name)
+    plans = describe_plans(workspace, target.name)
     return [
         dg.MaterializeResult(
             asset_key=name,
             data_version=dg.DataVersion(digest(options)),
-            metadata={"options": dg.MetadataValue.json(options)},
+            metadata={"options": dg.MetadataValue.json(options), **plans.get(name, {})},
         )
         for name, options in resolve_recipes(target, workspace.registry).items()
         if dg.AssetKey(name) in context.selected_asset_keys

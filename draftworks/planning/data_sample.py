@@ -17,6 +17,8 @@ SAMPLE_ROWS = 64
 CHARACTERS_PER_TOKEN = Estimate(3.0, 4.0, 5.0)
 """Of text in English and code, by tokenizers with 32,000 to 150,000 tokens."""
 _UNKNOWN_ROWS_FACTOR = 1.5
+_MAX_JSON_LIST_BYTES = 256_000_000
+"""A JSON list is read whole for its first rows."""
 _COUNTED_BYTES = 64_000_000
 """Rows of larger text files are estimated from their first rows."""
 
@@ -40,7 +42,8 @@ class DataSample:
 
 
 def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
-    """Return the size of a data set by its first rows; None if its files lie elsewhere, or no row can be read.
+    """Return the size of a data set by its first rows; None if its files lie elsewhere, or no row
+    can be read.
 
     Raises:
         DataError: it has no files.
@@ -51,6 +54,8 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
     if any(map(is_url, dataset.files)):
         return None
     files = find_files(dataset.files, root)
+    if files[0].suffix.lower() == ".json" and files[0].stat().st_size > _MAX_JSON_LIST_BYTES:
+        return None
     values = [row.value for row in islice(read_rows(files[0]), SAMPLE_ROWS) if isinstance(row, RawRow)]
     prompts = answers = turns = read = 0
     tokenized = False

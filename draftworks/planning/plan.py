@@ -6,8 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from draftworks.config.dataset_urls import is_url
 from draftworks.config.prices import PricesSpec
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
+from draftworks.data.sources import find_files
 from draftworks.errors import ConfigError
 from draftworks.planning.amounts import TRAIN, Amount, count_amounts
 from draftworks.planning.estimates import NOTHING, Estimate
@@ -74,7 +76,7 @@ class Plan:
     """The plan of one target, or of several.
 
     Attributes:
-        identity: digest of what is planned: registry entry and weights. Figures of what exists are not in it.
+        identity: digest of what is planned, see `identify_plan`. Figures of what exists are not in it.
         made_at: seconds since the epoch.
         own: the way that the target's entry asks for.
     """
@@ -150,11 +152,17 @@ def choose_way(target: TargetSpec) -> Way:
 
 
 def identify_plan(subject: PlanSubject) -> str:
-    """Return the digest of what decides the work: the target's entry, its weights and data as far as they are known."""
-    target, files = subject.target, subject.files
-    weights = None if files is None else [files.digest, files.tokenizer_digest]
-    entry = target.model_dump(mode="json", exclude={"description", "evaluation", "service", "launcher"})
-    return digest([entry, weights, subject.find_data_version(target.dataset)])
+    """Return the digest of what decides the work: the target's entry, and names, sizes and times of its files and data.
+
+    It is known before any file is read, and the same when a run goes on that was interrupted.
+    """
+    target = subject.target
+    entry = target.model_dump(mode="json", exclude={"description", "service", "launcher"})
+    model = [] if target.is_hub else sorted(subject.registry.resolve_path(target.model).glob("*.safetensors"))
+    spec = subject.registry.load_dataset(target.dataset)
+    data = [] if any(map(is_url, spec.files)) else find_files(spec.files, subject.registry.root)
+    stamps = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in (*model, *data)]
+    return digest([entry, spec.files, stamps])
 
 
 def add_plans(plans: Sequence[Plan]) -> Plan:

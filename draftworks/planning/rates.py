@@ -203,7 +203,7 @@ def _count_measured_tokens(subject: PlanSubject, report: Artifact) -> float:
     sets = {"heldout": identity.heldout, **identity.evals}
     total = 0.0
     for name, data in sets.items():
-        made = subject.artifacts.list_all(of_eval_set(name).responses, report.target)
+        made = subject.list_results(of_eval_set(name).responses)
         answers = next((each for each in made if data is not None and each.data_version == data.answers), None)
         if answers is None:
             return 0.0

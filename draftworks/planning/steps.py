@@ -322,7 +322,7 @@ class StepPlanner:
     def _hold_stream(self) -> Estimate:
         """Return the bytes that a stream holds at most: what is kept for later epochs, or what producers are ahead with."""
         per_token = count_token_bytes(self.subject, self.capture)
-        whole = self._train.tokens * per_token
+        whole = self._train.tokens * (per_token * find_distinct_share(self.subject))
         if self._keeps_stream() and any(self.trainings[name].epochs > 1 for name in self.strategies):
             return whole
         limits = (self.subject.target.streaming or StreamingSpec()).watermark

@@ -55,13 +55,20 @@ class PlanSubject:
             return None
 
     @cached_property
+    def _results(self) -> dict[str, list[Artifact]]:
+        return {}
+
+    @cached_property
     def eval_sets(self) -> tuple[str, ...]:
         """`heldout` and the named eval sets."""
         return (HELDOUT, *self.target.evals)
 
     def list_results(self, asset: str) -> list[Artifact]:
-        """Return the results of an asset for this target, newest first."""
-        return [each for each in self.artifacts.list_all(asset, self.target.name) if each.created < self.before]
+        """Return the results of an asset for this target, newest first, as they were at the first call."""
+        if asset not in self._results:
+            found = self.artifacts.list_all(asset, self.target.name)
+            self._results[asset] = [each for each in found if each.created < self.before]
+        return self._results[asset]
 
     def find_data_version(self, dataset: str) -> str | None:
         """Return the digest of a data set; None if its files were never read, or lie elsewhere and are not asked for."""

@@ -25,6 +25,7 @@ from draftworks.programs import (
     engine,
     export_features,
     observe,
+    planning,
     retention,
     service_commands,
     slice_commands,
@@ -46,6 +47,7 @@ app.command()(engine.engine)
 app.command()(export_features.export_features)
 for command in (retention.usage, retention.prune, retention.pin, retention.unpin):
     app.command()(command)
+app.command()(planning.plan)
 app.command()(service_commands.promote)
 app.command()(service_commands.rollback)
 app.command()(service_commands.in_service)

@@ -13,7 +13,7 @@ import pytest
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.asset_names import DATASET, TARGET_MODEL
 from resources.workspace import Workspace
-from spec_assets import common, reports
+from spec_assets import common, recipes, reports
 
 
 @contextmanager
@@ -67,4 +67,6 @@ def recorded_reads() -> Iterator[dict[str, set[str]]]:
         patch.setattr(Workspace, "read_dataset_version", noted(Workspace.read_dataset_version, DATASET))
         # Words of the model card on a draft's age. They decide no result: a report whose draft has aged is not made again.
         patch.setattr(reports, "list_draft_changes", unnoted(reports.list_draft_changes))
+        # Figures of a plan. They decide nothing: a recipe is what the registry says, whatever was made or measured.
+        patch.setattr(recipes, "describe_plans", unnoted(recipes.describe_plans))
         yield found

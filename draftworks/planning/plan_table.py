@@ -1,0 +1,169 @@
+"""A plan as one table of texts, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from draftworks.planning.estimates import Estimate
+from draftworks.planning.plan import Plan
+from draftworks.planning.saved_plan import StepActual
+from draftworks.planning.steps import WAYS, PlannedStep
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def build_header(plan: Plan, actual: Sequence[StepActual] = ()) -> tuple[str, ...]:
+    """Return the titles of the columns; the way that the target's entry asks for has a star."""
+    ways = [f"{plan.ways[way].way}{' *' if way == plan.own else ''}" for way in WAYS]
+    return ("step", "tokens", "there", *ways, *(("took", "took / plan") if actual else ()), "rate")
+
+
+def build_rows(plan: Plan, actual: Sequence[StepActual] = ()) -> list[tuple[str, ...]]:
+    """Return a row for each step, then those of hours, bytes and money; of steps that exist nothing is left to do."""
+    took = {each.step.asset: each for each in actual}
+    rows = [_build_step_row(plan, asset, took if actual else None) for asset in _list_assets(plan)]
+    blank = ("", "") if actual else ()
+
+    def add(name: str, texts: Mapping[str, str]) -> None:
+        rows.append((name, "", "", *(texts[way] for way in WAYS), *blank, ""))
+
+    ways = plan.ways
+    add("hours", {way: format_seconds(ways[way].hours * 3600) for way in WAYS})
+    add("GPU-hours", {way: format_estimate(ways[way].gpu_hours) for way in WAYS})
+    add("features", {way: format_bytes(ways[way].nbytes) for way in WAYS})
+    add("features, not there yet", {way: format_bytes(ways[way].new_bytes) for way in WAYS})
+    add("features at most", {way: format_bytes(ways[way].peak_bytes) for way in WAYS})
+    if plan.prices is not None:
+        money = {way: plan.price(way) for way in WAYS}
+        currency = plan.prices.currency
+        add(f"GPUs, {currency}", {way: format_estimate(m.compute) for way, m in money.items() if m is not None})
+        texts = {way: format_estimate(m.storage_month) for way, m in money.items() if m is not None}
+        add(f"storage, {currency} a month", texts)
+    return rows
+
+
+def build_json(plan: Plan, actual: Sequence[StepActual] = ()) -> dict[str, Any]:
+    """Return a plan as JSON: bytes, seconds and GPU-hours with their bounds, and the source of each rate."""
+    ways: dict[str, Any] = {}
+    for way in WAYS:
+        found, money = plan.ways[way], plan.price(way)
+        ways[way] = {
+            "storage": found.storage,
+            "gpu_hours": found.gpu_hours.to_json(),
+            "hours": found.hours.to_json(),
+            "feature_bytes": found.nbytes.to_json(),
+            "new_feature_bytes": found.new_bytes.to_json(),
+            "peak_feature_bytes": found.peak_bytes.to_json(),
+            "money": None if money is None else asdict(money),
+            "steps": [_describe_step(each) for each in found.steps],
+        }
+    data = {
+        name: {
+            "samples": amount.samples.to_json(),
+            "tokens": amount.tokens.to_json(),
+            "generated_tokens": amount.generated.to_json(),
+            "source": asdict(amount.source),
+        }
+        for name, amount in plan.amounts.items()
+    }
+    return {
+        "targets": list(plan.targets),
+        "strategies": list(plan.strategies),
+        "registry_asks_for": plan.own,
+        "data": data,
+        "ways": ways,
+        "actual": [
+            {
+                "asset": each.step.asset,
+                "planned_seconds": each.step.seconds.to_json(),
+                "seconds": each.seconds,
+                "ratio": each.ratio,
+                "planned_bytes": each.step.nbytes.to_json(),
+                "bytes": each.nbytes,
+            }
+            for each in actual
+        ],
+    }
+
+
+def describe_data(plan: Plan) -> list[str]:
+    """Return a line for each part of the data: samples, tokens, and how they are known."""
+    return [
+        f"{name}: {format_estimate(amount.samples)} samples, {format_estimate(amount.tokens)} tokens "
+        f"({amount.source.kind}: {amount.source.text})"
+        for name, amount in plan.amounts.items()
+    ]
+
+
+def format_seconds(found: Estimate) -> str:
+    """Format seconds in a unit that suits them, with their bounds where they have any."""
+    if not found.high:
+        return "0"
+    unit, name = (3600, "h") if found.value >= 7200 else (60, "min") if found.value >= 120 else (1, "s")
+    return f"{format_estimate(found * (1 / unit))} {name}"
+
+
+def format_bytes(found: Estimate) -> str:
+    if not found.high:
+        return "0"
+    unit, name = next((each for each in _UNITS if found.value >= each[0]), (1.0, "B"))
+    return f"{format_estimate(found * (1 / unit))} {name}"
+
+
+def format_estimate(found: Estimate) -> str:
+    """Format a quantity with its bounds: 1.2 (0.9–1.5)."""
+    value, low, high = (_format_number(each) for each in (found.value, found.low, found.high))
+    return value if low == value == high else f"{value} ({low}–{high})"
+
+
+def _format_number(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _list_assets(plan: Plan) -> list[str]:
+    """Return the assets of all ways, in the order of a run."""
+    longest = max((plan.ways[way].steps for way in WAYS), key=len)
+    named = [each.asset for each in longest]
+    named += [each.asset for way in WAYS for each in plan.ways[way].steps]
+    return list(dict.fromkeys(named))
+
+
+def _build_step_row(plan: Plan, asset: str, took: dict[str, StepActual] | None) -> tuple[str, ...]:
+    by_way = {way: [each for each in plan.ways[way].steps if each.asset == asset] for way in WAYS}
+    seconds = [_format_way(by_way[way]) for way in WAYS]
+    shown = next(steps for steps in (by_way[plan.own], *by_way.values()) if steps)
+    tokens = sum((each.tokens for each in shown[1:]), shown[0].tokens)
+    there = sum(each.made_share for each in shown) / len(shown)
+    compared: tuple[str, ...] = ()
+    if took is not None:
+        compared = ("", "")
+        found = took.get(asset)
+        if found is not None:
+            ratio = "" if found.ratio is None else f"{found.ratio:.2f}"
+            compared = ("" if found.seconds is None else format_seconds(Estimate.exactly(found.seconds)), ratio)
+    source = shown[0].source
+    tokens_text = format_estimate(tokens) if tokens.high else ""
+    return (asset, tokens_text, f"{there:.0%}", *seconds, *compared, f"{source.kind}: {source.text}")
+
+
+def _format_way(steps: Sequence[PlannedStep]) -> str:
+    if not steps:
+        return ""
+    return format_seconds(sum((each.seconds for each in steps[1:]), steps[0].seconds))
+
+
+def _describe_step(step: PlannedStep) -> dict[str, Any]:
+    return {
+        "asset": step.asset,
+        "tokens": step.tokens.to_json(),
+        "made_share": round(step.made_share, 4),
+        "seconds": step.seconds.to_json(),
+        "devices": step.devices,
+        "gpu_hours": step.gpu_hours.to_json(),
+        "feature_bytes": step.nbytes.to_json(),
+        "source": asdict(step.source),
+    }

@@ -1,0 +1,75 @@
+"""`draftworks plan`: what drafts will cost in tokens, bytes, hours and money, and what the last ones took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from draftworks.errors import DraftworksError
+from draftworks.planning.plan import Plan, add_plans, make_plan
+from draftworks.planning.plan_table import build_header, build_json, build_rows, describe_data
+from draftworks.planning.saved_plan import StepActual, compare_plan, load_plan
+from draftworks.planning.subject import PlanSubject
+from draftworks.programs.start import CHECKOUT, report_error
+from draftworks.targets.registry import Registry
+
+CHECKOUT_REGISTRY = CHECKOUT / "registry"
+FILE_WIDTH = 1000
+CAPTION = (
+    "* as the registry has it. Seconds, minutes or hours of what is left to do, most likely value and bounds; a step's "
+    "GPU-hours are those times its GPUs, where a process on the CPU counts as one"
+)
+
+
+def plan(
+    targets: Annotated[list[str], typer.Argument(metavar="TARGET...", help="One or several; these are added up.")],
+    strategy: Annotated[
+        list[str] | None, typer.Option("--strategy", help="Only this draft; may be given several times.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT_REGISTRY,
+) -> None:
+    """Show what is left to do for a target's drafts: tokens, bytes, hours, money; stored, in fp8, and streamed.
+
+    Computes nothing: figures are those of earlier runs, of other targets, or documented ones. What exists is left out.
+    """
+    try:
+        found = Registry(registry)
+        subjects = [PlanSubject.of(name, found) for name in dict.fromkeys(targets)]
+        plans = [make_plan(each, strategy or ()) for each in subjects]
+        actual = _compare(subjects[0], plans[0]) if len(subjects) == 1 else ()
+        made = plans[0] if len(plans) == 1 else add_plans(plans)
+    except DraftworksError as error:
+        raise report_error(error) from None
+    if as_json:
+        typer.echo(json.dumps(build_json(made, actual), indent=2))
+        return
+    console = Console(width=None if Console().is_terminal else FILE_WIDTH)
+    console.print(build_plan_table(made, actual))
+    for line in describe_data(made):
+        console.print(line, markup=False, highlight=False)
+
+
+def build_plan_table(made: Plan, actual: tuple[StepActual, ...] = ()) -> Table:
+    """Build the table of a plan, with what its steps took where they are made."""
+    title = f"plan of {', '.join(made.targets)}: {', '.join(made.strategies)}"
+    table = Table(title=escape(title), title_justify="left", caption=CAPTION, caption_justify="left")
+    for name in build_header(made, actual):
+        table.add_column(name, overflow="fold", justify="left" if name in ("step", "rate") else "right")
+    for row in build_rows(made, actual):
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _compare(subject: PlanSubject, made: Plan) -> tuple[StepActual, ...]:
+    """Return what the steps of the saved plan took, for those that this plan has too."""
+    saved = load_plan(subject.artifacts.root, subject.target.name)
+    known = {each.asset for way in made.ways.values() for each in way.steps}
+    compared = () if saved is None else compare_plan(saved, subject)
+    return tuple(each for each in compared if each.step.asset in known and each.seconds is not None)
