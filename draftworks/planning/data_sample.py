@@ -10,7 +10,7 @@ from typing import Any
 
 from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import DatasetSpec
-from draftworks.data.sources import find_files
+from draftworks.data.sources import SERVED, find_files
 from draftworks.planning.estimates import Estimate
 
 SAMPLE_ROWS = 64
@@ -42,8 +42,8 @@ class DataSample:
 
 
 def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
-    """Return the size of a data set by its first rows; None if its files lie elsewhere, or no row
-    can be read.
+    """Return the size of a data set by its first rows; None if its files lie elsewhere or have
+    served prompts, or no row can be read.
 
     Raises:
         DataError: it has no files.
@@ -51,8 +51,8 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
     from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
     from draftworks.data.raw_rows import RawRow, read_rows
 
-    if any(map(is_url, dataset.files)):
-        return None
+    if dataset.format == SERVED or any(map(is_url, dataset.files)):
+        return None  # of served prompts most requests repeat earlier ones
     files = find_files(dataset.files, root)
     if files[0].suffix.lower() == ".json" and files[0].stat().st_size > _MAX_JSON_LIST_BYTES:
         return None
@@ -65,7 +65,7 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
                 row, tokenized = parse_tokens(value), True
                 answers += len(row)
             else:
-                talk = parse_conversation(value, None if dataset.format == "auto" else dataset.format)
+                talk = parse_conversation(value)
                 answers += sum(len(turn.content) for turn in talk.turns if turn.role == "assistant")
                 turns += sum(turn.role == "assistant" for turn in talk.turns)
                 prompts += sum(len(turn.content) for turn in talk.turns if turn.role != "assistant")

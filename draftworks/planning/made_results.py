@@ -227,14 +227,13 @@ def _list_prepared(subject: PlanSubject, name: str, same_choice: bool) -> Iterat
     """Yield prepared conversations of the same files, newest first."""
     target, kind = subject.target, EvalSetIdentity
     if name == HELDOUT:
-        asset, dataset, kind = CONVERSATIONS, target.dataset, ConversationsIdentity
+        asset, kind = CONVERSATIONS, ConversationsIdentity
         choice = {"data": target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"})}
     else:
         spec = subject.registry.load_eval_set(name)
-        asset, dataset = of_eval_set(name).conversations, spec.dataset
+        asset = of_eval_set(name).conversations
         choice = {"max_conversations": spec.max_conversations, "max_rejected_share": target.data.max_rejected_share}
-    version = subject.find_data_version(dataset)
-    remote = version is None and any("://" in each for each in subject.registry.load_dataset(dataset).files)
+    version, remote = subject.find_data_version(name), subject.is_remote(name)
     if version is None and not remote:
         return  # its files were never read
     for each in subject.list_results(asset):

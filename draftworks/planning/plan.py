@@ -6,16 +6,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from draftworks.config.dataset_urls import is_url
 from draftworks.config.prices import PricesSpec
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
-from draftworks.data.sources import find_files
 from draftworks.errors import ConfigError
 from draftworks.planning.amounts import TRAIN, Amount, count_amounts
 from draftworks.planning.estimates import NOTHING, Estimate
 from draftworks.planning.steps import WAYS, PlannedStep, StepPlanner, Way
 from draftworks.planning.subject import PlanSubject
 from draftworks.storage.identity import digest
+from draftworks.targets.registry import HELDOUT
+from draftworks.targets.training_data import find_training_files
 
 GB = 1e9
 
@@ -159,10 +159,9 @@ def identify_plan(subject: PlanSubject) -> str:
     target = subject.target
     entry = target.model_dump(mode="json", exclude={"description", "service", "launcher"})
     model = [] if target.is_hub else sorted(subject.registry.resolve_path(target.model).glob("*.safetensors"))
-    spec = subject.registry.load_dataset(target.dataset)
-    data = [] if any(map(is_url, spec.files)) else find_files(spec.files, subject.registry.root)
+    data = [] if subject.is_remote(HELDOUT) else find_training_files(target, subject.registry)
     stamps = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in (*model, *data)]
-    return digest([entry, spec.files, stamps])
+    return digest([entry, stamps])
 
 
 def add_plans(plans: Sequence[Plan]) -> Plan:

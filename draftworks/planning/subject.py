@@ -15,6 +15,7 @@ from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import DigestNotCached, RememberedDigests
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import TargetShape, read_shape, resolve_target
+from draftworks.targets.training_data import digest_training_data
 
 _GPU_DEVICE = Path("/dev/nvidia0")
 
@@ -70,15 +71,32 @@ class PlanSubject:
             self._results[asset] = [each for each in found if each.created < self.before]
         return self._results[asset]
 
-    def find_data_version(self, dataset: str) -> str | None:
-        """Return the digest of a data set; None if its files were never read, or lie elsewhere and are not asked for."""
-        spec = self.registry.load_dataset(dataset)
-        if any(map(is_url, spec.files)):
+    def is_remote(self, eval_set: str) -> bool:
+        """Whether files of an eval set's data lie elsewhere; those of the training data for `heldout`."""
+        return any(is_url(file) for name in self._list_datasets(eval_set) for file in self._load_files(name))
+
+    def find_data_version(self, eval_set: str) -> str | None:
+        """Return the digest of an eval set's data, or of the training data for `heldout`.
+
+        None if its files were never read, or lie elsewhere and are not asked for.
+        """
+        if self.is_remote(eval_set):
             return None
         try:
+            if eval_set == HELDOUT:
+                return digest_training_data(self.target, self.registry, self.digests)
+            spec = self.registry.load_dataset(self.registry.load_eval_set(eval_set).dataset)
             return digest_dataset(spec, self.registry.root, self.digests)
         except DigestNotCached:
             return None
+
+    def _list_datasets(self, eval_set: str) -> list[str]:
+        if eval_set != HELDOUT:
+            return [self.registry.load_eval_set(eval_set).dataset]
+        return self.target.training_datasets
+
+    def _load_files(self, dataset: str) -> list[str]:
+        return self.registry.load_dataset(dataset).files
 
     def uses_gpu(self, device: str) -> bool:
         """Whether a job's device is a GPU: `auto` is one unless jobs run on this machine, which has none."""
