@@ -22,8 +22,9 @@ from draftworks.decision.rule import Loss, LossEvidence, subtract_figures
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import Resampling, bootstrap_interval
-from draftworks.evaluation.report.comparison import compare_reports, read_walk
+from draftworks.evaluation.report.comparison import compare_reports
 from draftworks.evaluation.report.summary import REPORT, read_report, report_file_errors
+from draftworks.evaluation.report.walk_pairs import read_walk
 from draftworks.fleet.staleness import is_measured_on
 from draftworks.service.candidate import RefusedError
 from draftworks.service.promotion import Service
