@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from decision_oracle import oracle_count_prompts, oracle_decide, oracle_promote
 from fleet_figures import Year, simulate
 from fleet_year import Settings
 
@@ -41,8 +42,7 @@ def test_everything_is_explained(years: list[Year]):
 
 
 def test_the_verdicts_and_choices_are_those_of_the_oracle(years: list[Year]):
-    oracle = pytest.importorskip("decision_oracle", reason="the oracle is not written yet")
-    require_oracle(years, oracle)
+    require_oracle(years)
 
 
 def test_a_year_is_the_same_every_time(tmp_path: Path):
@@ -61,11 +61,7 @@ def test_years_of_a_large_fleet(tmp_path: Path):
     require_budget(years)
     require_rules_of_starts(years)
     require_reasons(years)
-    try:
-        import decision_oracle
-    except ModuleNotFoundError:
-        return
-    require_oracle(years, decision_oracle)
+    require_oracle(years)
 
 
 def require_few_wrong_promotions(years: list[Year]) -> None:
@@ -114,9 +110,15 @@ def require_reasons(years: list[Year]) -> None:
             assert promotion.reason
 
 
-def require_oracle(years: list[Year], oracle: object) -> None:
-    for year in years:
-        for facts, verdict in year.outcome.judged:
-            assert oracle.oracle_promote(facts) == verdict, facts  # pyright: ignore[reportAttributeAccessIssue]
-        for facts, choice in year.outcome.decided:
-            assert oracle.oracle_decide(facts) == choice, facts  # pyright: ignore[reportAttributeAccessIssue]
+def require_oracle(years: list[Year]) -> None:
+    outcomes = [year.outcome for year in years]
+    for facts, verdict in (each for outcome in outcomes for each in outcome.judged):
+        assert oracle_promote(facts) == verdict, facts
+    for facts, choice in (each for outcome in outcomes for each in outcome.decided):
+        assert oracle_decide(facts) == choice, facts
+    for margins, facts, needed in (each for outcome in outcomes for each in outcome.needed):
+        assert oracle_count_prompts(margins, facts) == needed, facts
+    verdicts = {verdict for outcome in outcomes for _, verdict in outcome.judged}
+    choices = {choice for outcome in outcomes for _, choice in outcome.decided}
+    assert verdicts == {"first", "non_inferior", "worse", "undecided"}
+    assert choices == {"keep", "tune", "retrain", "undecided"}

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-from draftworks.decision.answers import Answer, Answers, Hold
-from draftworks.decision.budget import HOUR_S, WEEK_S, Charge, Correction, Ledger, Outcome
-from draftworks.decision.queue import Action, FleetState, Step, TargetState, plan_actions
 from fleet_world import RANKS, Training
 from fleet_year import FleetYear, Member
 
 from draftworks.config.budget import BudgetSpec
+from draftworks.decision.answers import Answer, Answers, Hold
+from draftworks.decision.budget import HOUR_S, WEEK_S, Charge, Correction, Ledger, Outcome
+from draftworks.decision.queue import Action, FleetState, Step, TargetState, plan_actions
 from draftworks.decision.record import Choice
 
 ANSWERS, ANSWER_DAYS, AGREES = 0.7, (0.5, 10.0), 0.8

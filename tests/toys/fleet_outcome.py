@@ -36,6 +36,7 @@ class Outcome:
     Attributes:
         judged: facts for `oracle_promote` with the product's verdict, of each draft and eval set.
         decided: facts for `oracle_decide` with the product's choice.
+        needed: margins, facts of an undecided eval set with a loss, and how many prompts the product says would decide.
         wrong_decisions: those that the true losses do not call for, on any eval set; `undecided` is never wrong.
         reasons: everything that the product said.
         hours: target-hours with a draft in service that was trained for the target's weights.
@@ -49,6 +50,7 @@ class Outcome:
     promotions: list[Promotion] = field(default_factory=list)
     judged: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     decided: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    needed: list[tuple[dict[str, Any], dict[str, Any], int | None]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     wrong_decisions: int = 0
     refused: int = 0

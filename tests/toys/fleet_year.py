@@ -20,7 +20,7 @@ from fleet_service import ToyService
 from fleet_truth import Draft
 from fleet_world import Change, Event, Kind, ToyTarget, Training, draw_events
 
-from draftworks.decision.record import Costs
+from draftworks.decision.record import Choice, Costs
 from draftworks.evaluation.ladder.statistics import Resampling
 
 EVALUATION_HOURS = (1.0, 12.0)
@@ -207,6 +207,9 @@ class FleetYear:
                 self.outcome.not_decided += 1
             return
         self.outcome.decided.append((decided.facts, str(decided.decision.choice)))
+        for found, facts in zip(decided.decision.figures, decided.facts["eval_sets"], strict=True):
+            if found.choice is Choice.UNDECIDED and found.loss is not None:
+                self.outcome.needed.append((decided.facts["margins"], facts, found.needed))
         self.outcome.reasons += decided.decision.reasons
         self.outcome.wrong_decisions += decided.is_wrong
         member.decided, member.is_outdated = decided, False
