@@ -20,6 +20,7 @@ from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.leaderboard_views import CAPTION, cells
 from draftworks.programs import (
+    acting_commands,
     checking,
     comparing,
     engine,
@@ -53,6 +54,8 @@ app.command()(service_commands.rollback)
 app.command()(service_commands.in_service)
 app.command()(observe.observe)
 app.command()(slice_commands.slices)
+for command in (acting_commands.decisions, acting_commands.accept, acting_commands.hold, acting_commands.release):
+    app.command()(command)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 FILE_WIDTH = 1000
