@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
@@ -15,7 +15,7 @@ from draftworks.errors import DraftworksError
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
 from draftworks.fleet.draft_staleness import DraftComparison
 from draftworks.fleet.staleness import Subject
-from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.artifacts import Artifact, ArtifactStore, ReadOnceStore
 from draftworks.storage.asset_names import of_eval_set, of_strategy
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.records import ReportIdentity
@@ -92,9 +92,10 @@ class Fleet:
         except DraftworksError as error:
             yield Standing(name, strategy="", problem=str(error))
             return
+        once = replace(self, artifacts=ReadOnceStore(self.artifacts.root, self.artifacts.digests))
         for strategy in target.strategies:
             try:
-                yield self._of_strategy(target, strategy)
+                yield once._of_strategy(target, strategy)
             except DraftworksError as error:
                 yield Standing(name, strategy, problem=str(error))
 
@@ -105,7 +106,8 @@ class Fleet:
             problem = "no draft yet" if draft is None else "no report of its draft yet: run the job `evaluate`"
             return Standing(target.name, strategy, problem=problem)
         latest = read_measured(report)
-        best = find_best(latest, self.artifacts.list_all(report.asset, target.name))
+        earlier = [each for each in self.artifacts.list_all(report.asset, target.name) if each.path != report.path]
+        best = find_best(latest, earlier)
         try:
             files = resolve_target(target, self.registry, self.digests)
             stale_against = self._stale_against(target, files, {} if draft is None else {strategy: draft})

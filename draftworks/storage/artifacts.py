@@ -292,6 +292,25 @@ class ArtifactStore:
             raise StoreError(f"{folder}: not a complete result ({error}). Materialize it again") from error
 
 
+@dataclass(frozen=True)
+class ReadOnceStore(ArtifactStore):
+    """Results as they were when they were first looked at, so that many comparisons read each record once."""
+
+    _pointed: dict[tuple[str, str], Artifact | None] = field(default_factory=dict, compare=False)
+    _records: dict[Path, Artifact] = field(default_factory=dict, compare=False)
+
+    def find(self, asset: str, target: str) -> Artifact | None:
+        key = asset, target
+        if key not in self._pointed:
+            self._pointed[key] = super().find(asset, target)
+        return self._pointed[key]
+
+    def _read(self, folder: Path) -> Artifact:
+        if folder not in self._records:
+            self._records[folder] = super()._read(folder)
+        return self._records[folder]
+
+
 def _describe_busy(asset: str, target: str, lock: Path) -> str:
     return (
         f"{asset} of target {target} is being materialized by another run (lock {lock}): waiting for it. "
