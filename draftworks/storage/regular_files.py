@@ -54,7 +54,10 @@ def require_file(path: Path) -> Path:
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """Return a file's bytes. Raises OSError as `open_regular`, and ValueError for more than `max_bytes`."""
     with open_regular(path) as stream:
-        content = stream.read(max_bytes + 1)
+        size = os.fstat(stream.fileno()).st_size
+        content = stream.read(min(size, max_bytes) + 1)  # not max_bytes: so much would be allocated for a small file
+        if len(content) > size:  # it has grown, or is one whose size is not known
+            content += stream.read(max_bytes + 1 - len(content))
     if len(content) > max_bytes:
         raise ValueError(f"larger than {max_bytes:,} bytes")
     return content
