@@ -14,10 +14,15 @@ JUDGE_FP8 = "judge_fp8"
 SERVING = dg.AssetSelection.groups("serving")
 
 
-def make_jobs(evals: Sequence[str]) -> list:
-    """Return all jobs; `train_{strategy}` exists for each strategy, the others once."""
+def make_jobs(evals: Sequence[str], decided: Sequence[str] = ()) -> list:
+    """Return all jobs; `train_{strategy}` exists for each strategy, the others once.
+
+    Args:
+        decided: strategies that have the asset `{strategy}_decision`, which is made with the reports.
+    """
     prepare = INPUTS | dg.AssetSelection.groups("data", "features")
     eval_data = [asset for name in ["heldout", *evals] for asset in of_eval_set(name)[1:]]
+    eval_data += [of_strategy(strategy).decision for strategy in decided]
     evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets(*eval_data)
     return [
         _define_job("resolve", INPUTS, "Read the inputs again and record their current versions."),

@@ -16,6 +16,7 @@ from resources.workspace import Workspace
 from sensors import make_schedules, make_sensors
 from spec_assets import data, features, inputs
 from spec_assets.console import console
+from spec_assets.decisions import list_decided_strategies, make_decision_asset, make_decision_jobs
 from spec_assets.drafts import make_draft_asset, make_draft_check
 from spec_assets.evals import make_eval_features_asset, make_eval_features_check, make_eval_set_assets
 from spec_assets.executor import make_executor
@@ -49,6 +50,8 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     exported = [strategy for strategy in strategies if strategy.exports]
     in_service = list_promoted_strategies(registry)
     promoted = [strategy for strategy in exported if strategy.name in in_service]
+    to_decide = list_decided_strategies(registry)
+    decided = [strategy for strategy in promoted if strategy.name in to_decide]
     assets = [
         *dg.load_assets_from_modules(MODULES),
         make_recipe_assets(strategies),
@@ -60,6 +63,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
         *map(make_serving_asset, exported),
         fp8_gate,
         *map(make_promoted_asset, promoted),
+        *(make_decision_asset(strategy, evals) for strategy in decided),
     ]
     checks = [
         *map(make_eval_features_check, [HELDOUT, *evals]),
@@ -73,7 +77,12 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     return dg.Definitions(
         assets=[*partition_assets(assets, targets), make_leaderboard_asset(strategies)],
         asset_checks=partition_checks(checks, targets),
-        jobs=[*make_jobs(evals), make_prune_job(), *make_service_jobs(each.name for each in promoted)],
+        jobs=[
+            *make_jobs(evals, [each.name for each in decided]),
+            make_prune_job(),
+            *make_service_jobs(each.name for each in promoted),
+            *make_decision_jobs(each.name for each in decided),
+        ],
         sensors=make_sensors(registry),
         schedules=make_schedules(registry),
         resources={

@@ -98,5 +98,10 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> dg.Ma
 
 def embed_picture(path: Path, title: str) -> dg.MarkdownMetadataValue:
     """Return a PNG file as Markdown with the image inside."""
-    encoded = base64.b64encode(path.read_bytes()).decode()
+    return embed_png(path.read_bytes(), title)
+
+
+def embed_png(content: bytes, title: str) -> dg.MarkdownMetadataValue:
+    """Return the bytes of a PNG file as Markdown with the image inside."""
+    encoded = base64.b64encode(content).decode()
     return dg.MetadataValue.md(f"![{title}](data:image/png;base64,{encoded})")

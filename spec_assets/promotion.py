@@ -43,15 +43,21 @@ class ServiceConfig(dg.Config):
 
 def list_promoted_strategies(registry: Registry) -> list[str]:
     """Return the strategies of the targets whose entry has a `service` section. Other entries are not parsed."""
+    return list_strategies_with(registry, "service")
+
+
+def list_strategies_with(registry: Registry, section: str) -> list[str]:
+    """Return the strategies of the targets whose entry has an optional section. Entries without the word are not
+    parsed."""
     found: set[str] = set()
     for name in registry.list_targets():
         try:
-            if b"service" not in read_bytes(registry.find_target_file(name), MAX_ENTRY_BYTES):
+            if section.encode() not in read_bytes(registry.find_target_file(name), MAX_ENTRY_BYTES):
                 continue
             target = registry.load_target(name)
         except (DraftworksError, OSError, ValueError):
             continue  # its first step says what is wrong with it
-        if target.service is not None:
+        if getattr(target, section) is not None:
             found.update(target.strategies)
     return sorted(found)
 

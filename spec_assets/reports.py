@@ -1,7 +1,8 @@
 """Report assets: acceptance of each draft on the eval sets, beside baselines."""
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.model_card import CardSubject, model_card, strip_front_matter
-from draftworks.storage.artifacts import Artifact, BuildResult
+from draftworks.fleet.staleness import is_measured_on
+from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.asset_names import EVALUATION_RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, of_eval_set, of_strategy
 from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import LastHidden, digest
@@ -61,9 +63,9 @@ def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.Assets
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
         target = require_target(context, workspace)
-        subject = ReportSubject.of(workspace, strategy, target)
+        newest = ReportSubject.of(workspace, strategy, target)
 
-        def build(out: Path) -> BuildResult:
+        def build(subject: ReportSubject, out: Path) -> BuildResult:
             require_publishable(workspace)
             training = target.strategies[strategy.name].training
             reports: dict[str, Any] = {}
@@ -77,7 +79,16 @@ def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.Assets
                 data_version=digest({name: drop_speeds(found) for name, found in reports.items()}), summary=summary
             )
 
-        artifact = obtain_result(context, workspace, subject.to_identity(workspace).to_json(), build)
+        served = find_unmeasured_served(workspace, newest)
+        if served is not None:
+            context.log.info(f"draft {served.draft.path.name} is in service and not the newest one: measured too")
+            measure = functools.partial(build, served)
+            try:
+                obtain_result(context, workspace, served.to_identity(workspace).to_json(), measure)
+            except (dg.Failure, DraftworksError) as error:  # it may be of other shapes than the target has now
+                context.log.warning(f"the draft in service could not be measured: {error}")
+        identity = newest.to_identity(workspace).to_json()
+        artifact = obtain_result(context, workspace, identity, functools.partial(build, newest))
         published = publish_result(context, workspace, artifact)
         slices = describe_weighted_slices(workspace, strategy, artifact)
         return report_result(context, artifact, {**describe_report(artifact), **slices, **published})
@@ -161,6 +172,40 @@ class ReportSubject:
         with publish_file(out / CARD) as staging:
             changes = list_draft_changes(workspace, self.draft, self.target)
             staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset, changes)), encoding="utf-8")
+
+
+def find_unmeasured_served(workspace: Workspace, newest: ReportSubject) -> ReportSubject | None:
+    """Return the draft in service of a target with `decision`, if it has to be measured beside the newest draft.
+
+    None if it is the newest one, has a report on the eval data of today, or is not there any more.
+    """
+    artifacts, target, names = workspace.artifacts, newest.target, of_strategy(newest.strategy.name)
+    if target.decision is None:
+        return None
+    from draftworks.service.register import ServiceRegister
+
+    record = ServiceRegister(artifacts.root, target.name, newest.strategy.name).find()
+    if record is None or record.draft.digest == newest.draft.path.name:
+        return None
+    served = record.draft.digest
+    drafts = artifacts.list_all(names.draft, target.name)
+    draft = next((each for each in drafts if each.path.name == served), None)
+    reports = artifacts.list_all(names.report, target.name)
+    report = next((each for each in reports if ReportIdentity.of(each).draft_identity == served), None)
+    if draft is None or (report is not None and _is_current(artifacts, target, report)):
+        return None
+    return replace(newest, draft=draft)
+
+
+def _is_current(artifacts: ArtifactStore, target: TargetSpec, report: Artifact) -> bool:
+    """Whether a report is about every eval set as it is now."""
+    names = {name: of_eval_set(name) for name in list_eval_names(target)}
+    return all(
+        is_measured_on(
+            report, name, artifacts.find(each.responses, target.name), artifacts.find(each.features, target.name)
+        )
+        for name, each in names.items()
+    )
 
 
 def read_limits(target: TargetSpec) -> Limits:

@@ -46,6 +46,8 @@ def _find_unused_of(strategy: StrategySpec, target: TargetSpec) -> dict[str, str
     if target.service is None or entry.export.formats == [] or not strategy.exports:
         what = "service" if target.service is None else "export"
         found[names.promoted] = f"target {target.name} asks for no {what} of its {strategy.name} draft"
+    if target.decision is None or names.promoted in found:
+        found[names.decision] = f"target {target.name} asks for no decision about its {strategy.name} draft"
     if entry.export.formats == []:
         found[names.export] = (
             f"target {target.name} wants no export of its {strategy.name} draft (export.formats is [])"

@@ -21,10 +21,10 @@ from draftworks.decision.record import Reference
 from draftworks.decision.rule import Loss, LossEvidence, subtract_figures
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
-from draftworks.evaluation.ladder.statistics import Resampling, bootstrap_interval
+from draftworks.evaluation.ladder.statistics import bootstrap_interval
 from draftworks.evaluation.report.comparison import compare_reports
 from draftworks.evaluation.report.summary import REPORT, read_report, report_file_errors
-from draftworks.evaluation.report.walk_pairs import read_walk
+from draftworks.evaluation.report.walk_pairs import MeasuredWalk
 from draftworks.fleet.staleness import is_measured_on
 from draftworks.service.candidate import RefusedError
 from draftworks.service.promotion import Service
@@ -114,9 +114,6 @@ class ServedFigures:
 
     @property
     def _measure_again(self) -> str:
-        newest = self.lineage.drafts[0].path.name if self.lineage.drafts else None
-        if newest != self.draft.digest:
-            return f"`evaluate` measures the newest draft, which is {newest}: put that one into service, or train another one"
         return f"Run it: draftworks run evaluate --target {self.service.target.name}"
 
     def _require_own_target(self) -> None:
@@ -191,7 +188,7 @@ class ServedFigures:
             found = compare_reports(self.service.artifacts, self.now, report, name, CONFIDENCE)
             if found.paired is not None:
                 paired = found.paired
-                loss = Loss(-paired.difference, -paired.interval.high, -paired.interval.low)
+                loss = Loss(0.0 - paired.difference, 0.0 - paired.interval.high, 0.0 - paired.interval.low)
                 return LossEvidence(
                     name, kind, None, found.new, found.old, loss, paired.prompts, reference_prompts=paired.prompts
                 )
@@ -219,7 +216,7 @@ class ServedFigures:
 
     def _compare_figures(self, name: str, before: Artifact) -> LossEvidence:
         """Compare the newest report with the figure of a former one on other prompts."""
-        new, old = _Walk.of(self.now, name), _Walk.of(before, name)
+        new, old = (MeasuredWalk.read(report.path / name, None) for report in (self.now, before))
         if new.draft_tokens != old.draft_tokens:
             reason = f"{new.draft_tokens} tokens per pass are proposed now, {old.draft_tokens} were when it was put into service"
             return LossEvidence(name, Reference.NONE, reason=reason)
@@ -230,7 +227,14 @@ class ServedFigures:
             return LossEvidence(name, Reference.NONE, reason="the walk of one of the reports has no pass")
         loss = subtract_figures(former, former_interval, value, interval)
         return LossEvidence(
-            name, Reference.FORMER_FIGURE, None, value, former, loss, new.measured, reference_prompts=old.measured
+            name,
+            Reference.FORMER_FIGURE,
+            None,
+            value,
+            former,
+            loss,
+            _count_measured(new.prompts),
+            _count_measured(old.prompts),
         )
 
     def _find_first_report(self, draft: ServedDraft) -> Artifact | None:
@@ -247,40 +251,23 @@ class ServedFigures:
             reference = each.reference_draft or self.draft.digest
             before = self.lineage.first_records[reference].draft.report
             data = _read_data(self.now, each.eval_set)
-            walk = _Walk.read_settings(self.now, each.eval_set)
+            walk = _read_settings(self.now, each.eval_set)
             sets.append(
                 [each.eval_set, reference, before, each.reference, each.after_tune, data and data.to_json(), walk]
             )
         return digest([self.service.files.digest, self.service.strategy, self.draft.digest, sets])
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """The walk of a saved report on one eval set."""
+def _count_measured(prompts: Sequence[PromptAcceptance]) -> int:
+    """Return the number of prompts with a pass."""
+    return sum(each.passes > 0 for each in prompts)
 
-    prompts: tuple[PromptAcceptance, ...]
-    draft_tokens: int
-    resampling: Resampling
 
-    @property
-    def measured(self) -> int:
-        """Number of prompts with a pass."""
-        return sum(each.passes > 0 for each in self.prompts)
-
-    @classmethod
-    def of(cls, report: Artifact, name: str) -> _Walk:
-        folder = report.path / name
-        values = read_report(folder)
-        with report_file_errors(folder / REPORT):
-            draft_tokens, resampling = values["draft_tokens"], Resampling(**values["resampling"])
-        return cls(read_walk(folder), draft_tokens, resampling)
-
-    @classmethod
-    def read_settings(cls, report: Artifact, name: str) -> list[Any]:
-        """Return what else decides the figures of a report: tokens per pass, resamples, seed."""
-        values = read_report(report.path / name)
-        with report_file_errors(report.path / name / REPORT):
-            return [values["draft_tokens"], values["resampling"]["resamples"], values["resampling"]["seed"]]
+def _read_settings(report: Artifact, name: str) -> list[Any]:
+    """Return what else decides the figures of a report: tokens per pass, resamples, seed."""
+    values = read_report(report.path / name)
+    with report_file_errors(report.path / name / REPORT):
+        return [values["draft_tokens"], values["resampling"]["resamples"], values["resampling"]["seed"]]
 
 
 def _read_data(report: Artifact, name: str) -> EvalData | None:

@@ -23,6 +23,7 @@ from draftworks.programs import (
     acting_commands,
     checking,
     comparing,
+    decision_commands,
     engine,
     export_features,
     observe,
@@ -52,6 +53,7 @@ app.command()(planning.plan)
 app.command()(service_commands.promote)
 app.command()(service_commands.rollback)
 app.command()(service_commands.in_service)
+app.command()(decision_commands.decide)
 app.command()(observe.observe)
 app.command()(slice_commands.slices)
 for command in (acting_commands.decisions, acting_commands.accept, acting_commands.hold, acting_commands.release):

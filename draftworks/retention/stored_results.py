@@ -19,6 +19,7 @@ NO_RESULTS = frozenset(
     {
         *("answers", "eval_cache", "feature_cache", "feature_store", "leaderboard", "loop_cache", "object_store_notes"),
         *(
+            "decisions",
             "in_service",
             "observed",
             "pins",

@@ -29,6 +29,7 @@ class StrategyAssets(NamedTuple):
     recipe: str
     export_recipe: str
     promoted: str
+    decision: str
 
 
 class EvalSetAssets(NamedTuple):

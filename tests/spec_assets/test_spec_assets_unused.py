@@ -25,7 +25,12 @@ def unused_of(site, more: str = "", change: tuple[str, str] = ("", "")) -> dict[
 
 
 def test_a_target_lacks_all_of_the_strategies_that_it_does_not_use_and_what_it_has_not_asked_for(site):
-    assert set(unused_of(site)) == EVERYTHING_OF_OTHERS | {"eagle3_serving", "fp8_gate", "eagle3_promoted"}
+    assert set(unused_of(site)) == EVERYTHING_OF_OTHERS | {
+        "eagle3_serving",
+        "fp8_gate",
+        "eagle3_promoted",
+        "eagle3_decision",
+    }
 
 
 @pytest.mark.parametrize(
@@ -37,10 +42,11 @@ def test_a_target_lacks_all_of_the_strategies_that_it_does_not_use_and_what_it_h
         ("", (", draft_vocab_size: 256", ""), set()),
         ("", ("{dtype: float32", "{storage: fp8, dtype: bfloat16"), {"fp8_gate"}),
         ("service: {}\n", ("", ""), {"eagle3_promoted"}),
+        ("service: {}\ndecision: {}\n", ("", ""), {"eagle3_promoted", "eagle3_decision"}),
     ],
 )
 def test_what_a_target_wants_decides_what_it_has(site, more, change, more_or_less):
-    usual = EVERYTHING_OF_OTHERS | {"eagle3_serving", "fp8_gate", "eagle3_promoted"}
+    usual = EVERYTHING_OF_OTHERS | {"eagle3_serving", "fp8_gate", "eagle3_promoted", "eagle3_decision"}
     assert set(unused_of(site, more, change)) == usual ^ more_or_less
 
 

@@ -43,6 +43,7 @@ class ServiceSite:
     strategy: str = "eagle3"
     evals: tuple[str, ...] = ()
     entry: Mapping[str, Any] = field(default_factory=dict)
+    draft_tokens: int = 5
 
     def __post_init__(self) -> None:
         for name in ("targets", "datasets", "evals"):
@@ -87,24 +88,33 @@ class ServiceSite:
         self.publish_export(draft, passed)
         return draft.path.name
 
-    def publish_draft(self, name: str, target: str = "small") -> Artifact:
+    def publish_draft(
+        self, name: str, target: str = "small", summary: Mapping[str, Any] | None = None, **identity: Any
+    ) -> Artifact:
         files = self.open(target).files
-        identity = {"name": name, "target": files.digest}
-        return self.artifacts.obtain(
-            of_strategy(self.strategy).draft, target, identity, lambda out: BuildResult(f"weights of {name}")
-        )
+        identity = {"name": name, "target": files.digest, **identity}
+        built = BuildResult(f"weights of {name}", dict(summary or {}))
+        return self.artifacts.obtain(of_strategy(self.strategy).draft, target, identity, lambda out: built)
 
     def publish_report(
         self, draft: Artifact, accepted: Mapping[str, float], answers: str = "first", prompts: int = PROMPT_COUNT
     ) -> Artifact:
-        versions = {name: self._publish_answers(name, draft.target, answers, prompts) for name in accepted}
+        measured = {
+            name: self.name_eval_data(name, draft.target, self._publish_answers(name, draft.target, answers, prompts))
+            for name in accepted
+        }
 
         def build(out: Path) -> BuildResult:
             for name, mean in accepted.items():
-                walk = tuple(_walk(f"s{index}", mean) for index in range(prompts))
+                walk = tuple(self.make_walk(index, mean) for index in range(prompts))
                 drafts = {"trained": DraftMeasurement(ACCURACY, walk=walk)}
                 report = Report(
-                    draft.target, self.strategy, name, drafts, draft_tokens=5, resampling=Resampling(resamples=100)
+                    draft.target,
+                    self.strategy,
+                    name,
+                    drafts,
+                    draft_tokens=self.draft_tokens,
+                    resampling=Resampling(resamples=100),
                 )
                 (out / name).mkdir()
                 publish_table(out / name / PROMPTS, build_prompts_table(drafts))
@@ -115,8 +125,8 @@ class ServiceSite:
         identity = {
             "draft": draft.data_version,
             "draft_identity": draft.path.name,
-            "heldout": [versions.pop("heldout"), "features"],
-            "evals": {name: [version, "features"] for name, version in versions.items()},
+            "heldout": measured.pop("heldout"),
+            "evals": measured,
             "values": dict(accepted),
         }
         return self.artifacts.obtain(of_strategy(self.strategy).report, draft.target, identity, build)
@@ -137,6 +147,13 @@ class ServiceSite:
             "passed": passed,
         }
         return self.artifacts.obtain(of_strategy(self.strategy).export, draft.target, identity, build)
+
+    def name_eval_data(self, eval_set: str, target: str, answers: str) -> list[Any]:
+        """Versions of the answers and of their features, as a report's identity has them."""
+        return [answers, "features"]
+
+    def make_walk(self, index: int, mean: float) -> PromptAcceptance:
+        return make_walk(f"s{index}", mean)
 
     def promote(self, digest: str | None = None, **asked: Any) -> InService:
         service = self.open()
@@ -161,7 +178,7 @@ class ServiceSite:
         return self.artifacts.obtain(of_eval_set(eval_set).responses, target, identity, build).data_version
 
 
-def _walk(sample: str, mean: float) -> PromptAcceptance:
+def make_walk(sample: str, mean: float) -> PromptAcceptance:
     """A hundred passes that accept `mean` tokens on average; the same on every prompt, so that intervals have no width."""
     total = round(mean * 100)
     accepted = [total // 100 + (index < total % 100) for index in range(100)]
