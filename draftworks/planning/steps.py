@@ -9,6 +9,7 @@ from typing import Literal
 
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.registry_files import TrainingSpec
+from draftworks.config.strategies import resolve_strategy
 from draftworks.config.streaming import StreamingSpec
 from draftworks.planning.amounts import TRAIN, Amount
 from draftworks.planning.estimates import NOTHING, Estimate, Source
@@ -26,6 +27,13 @@ from draftworks.planning.made_results import (
 )
 from draftworks.planning.measurements import Program
 from draftworks.planning.rates import ProgramRate, count_ranks, find_device, find_rate
+from draftworks.planning.sizes import (
+    count_mean_tokens,
+    count_token_bytes,
+    count_training_tokens,
+    divide,
+    find_distinct_share,
+)
 from draftworks.planning.subject import PlanSubject
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.asset_names import (
@@ -36,8 +44,7 @@ from draftworks.storage.asset_names import (
     of_eval_set,
     of_strategy,
 )
-from draftworks.storage.data_records import FeaturesIdentity
-from draftworks.storage.identity import EngineIdentity, FeatureIdentity, LastHidden, LayerTap, digest
+from draftworks.storage.identity import digest
 from draftworks.targets.registry import HELDOUT
 
 Way = Literal["stored", "fp8", "streamed"]
@@ -153,7 +160,7 @@ class StepPlanner:
     def _plan_answers(self, name: str, asset: str) -> PlannedStep:
         amount, settings = self.amounts[name], self.subject.target.responses
         rate = self._find_rate("regenerate")
-        share = _divide(amount.found.count_samples(amount.samples.value), amount.samples.value)
+        share = divide(amount.found.count_samples(amount.samples.value), amount.samples.value)
         made = amount.found.exact is not None
         work = amount.generated * (0.0 if made else 1.0 - share)
         remote = name == TRAIN and settings.endpoint is not None
@@ -187,7 +194,7 @@ class StepPlanner:
         amount, rate = self._train, self._find_rate("capture")
         streamed, found = self.way == "streamed", self._features
         made = not streamed and found.exact is not None
-        share = 0.0 if streamed else _divide(found.count_samples(amount.samples.value), amount.samples.value)
+        share = 0.0 if streamed else divide(found.count_samples(amount.samples.value), amount.samples.value)
         work = NOTHING if streamed else amount.tokens * (1.0 - share)
         key = [self._data_key(TRAIN), list_taps(self.subject), self.capture.to_identity(), streamed]
         return PlannedStep(
@@ -214,7 +221,7 @@ class StepPlanner:
         gates, amount = self.subject.target.gates, self._train
         storage = self.capture.storage
         made = gates.fp8_ungated or find_gate(self.subject, storage) is not None
-        mean = _mean_tokens(amount)
+        mean = count_mean_tokens(amount)
         sample = mean.times(amount.samples.cap(gates.fp8_samples))
         capture = self._find_rate("capture")
         seconds, source = capture.estimate_seconds(sample), capture.source
@@ -268,7 +275,7 @@ class StepPlanner:
             devices=devices,
             source=rate.source,
         )
-        if self.subject.target.strategies[strategy].export.formats == []:
+        if self.subject.target.strategies[strategy].export.formats == [] or not resolve_strategy(strategy).exports:
             return
         rate = self._find_rate("export", strategy)
         yield PlannedStep(
@@ -327,7 +334,7 @@ class StepPlanner:
             return whole
         limits = (self.subject.target.streaming or StreamingSpec()).watermark
         batch = max(self.trainings[name].global_batch_size for name in self.strategies)
-        of_sample = _mean_tokens(self._train) * per_token
+        of_sample = count_mean_tokens(self._train) * per_token
         window = whole
         for limit in (limits.samples, None if limits.steps is None else limits.steps * batch):
             if limit is not None:
@@ -345,53 +352,3 @@ class StepPlanner:
         target, files = self.subject.target, self.subject.files
         weights = [target.model, target.revision] if files is None else files.digest
         return f"{asset} {digest([weights, target.capture.engine, decided_by])}"
-
-
-def count_token_bytes(subject: PlanSubject, capture: CaptureSpec) -> int:
-    """Return the bytes that the features of one token take in a store: all taps of the target's drafts, and `last`."""
-    identity = FeatureIdentity("", EngineIdentity(capture.engine), capture.dtype, capture.storage)
-    streams = [*(LayerTap(tap) for tap in list_taps(subject)), LastHidden()]
-    return sum(identity.count_bytes(stream, subject.shape.hidden_size) for stream in streams)
-
-
-def find_distinct_share(subject: PlanSubject) -> float:
-    """Return the share of the training tokens that is stored, as samples with equal tokens are stored once.
-
-    It is that of the target's newest feature set; 1 where there is none.
-    """
-    for each in subject.list_results(TRAINING_FEATURES):
-        found, figures = FeaturesIdentity.of(each), each.summary
-        kept = found.capture or {}
-        if not figures.get("tokens") or kept.get("dtype") not in ("float32", "bfloat16"):
-            continue
-        identity = FeatureIdentity("", EngineIdentity(""), kept["dtype"], kept.get("storage", "plain"))
-        streams = [*(LayerTap(tap) for tap in found.taps or ()), LastHidden()]
-        per_token = sum(identity.count_bytes(stream, subject.shape.hidden_size) for stream in streams)
-        return min(figures["bytes"] / (figures["tokens"] * per_token), 1.0)
-    return 1.0
-
-
-def count_training_tokens(training: TrainingSpec, amount: Amount) -> Estimate:
-    """Return the tokens that a training takes through the draft: those of its steps' samples, each epoch counted."""
-    batch = training.global_batch_size
-    samples = (amount.samples.low, amount.samples.value, amount.samples.high)
-    steps = [training.count_steps(int(count) // batch) for count in samples]
-    mean = _mean_tokens(amount)
-    return Estimate(
-        steps[0] * batch * mean.low, steps[1] * batch * mean.value, steps[2] * batch * max(mean.high, mean.value)
-    )
-
-
-def _mean_tokens(amount: Amount) -> Estimate:
-    """Return the tokens of one sample."""
-    pairs = zip(
-        (amount.tokens.low, amount.tokens.value, amount.tokens.high),
-        (amount.samples.low, amount.samples.value, amount.samples.high),
-        strict=True,
-    )
-    low, value, high = sorted(_divide(tokens, samples) for tokens, samples in pairs)
-    return Estimate(low, value, high)
-
-
-def _divide(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

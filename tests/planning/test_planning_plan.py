@@ -15,7 +15,8 @@ from draftworks.planning.amounts import Amount
 from draftworks.planning.estimates import Estimate, Source
 from draftworks.planning.plan import add_plans
 from draftworks.planning.rates import find_rate
-from draftworks.planning.steps import StepPlanner, count_token_bytes, count_training_tokens
+from draftworks.planning.sizes import count_token_bytes, count_training_tokens
+from draftworks.planning.steps import StepPlanner
 
 SAMPLES, TOKENS = 500_000, 1_500
 
