@@ -17,6 +17,7 @@ from draftworks.planning.saved_plan import compare_plan, load_plan
 from draftworks.planning.sizes import count_token_bytes
 from draftworks.planning.subject import PlanSubject
 from draftworks.programs.cli import app
+from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from spec_assets import recipes
 from spec_assets.plans import describe_plans
@@ -89,6 +90,7 @@ def test_twice_the_samples_go_on_from_what_is_there(finished, tmp_path: Path):
     entry = yaml.safe_load(finished.site.target_file.read_text())
     limited = finished.site.copy(tmp_path / "limited")
     limited.target_file.write_text(yaml.safe_dump({**entry, "data": {**entry["data"], "max_conversations": 30}}))
+    FileDigests(limited.var / "digests.json").of_file(limited.chats)  # a copy, which a run would have read by now
     steps = {each.asset: each for each in make_plan(PlanSubject.of("small", Registry(limited.registry))).chosen.steps}
     assert steps["responses"].made_share > 0.99
     assert steps["training_features"].made_share > 0.99
