@@ -2,15 +2,19 @@
 
 Those that start runs are off by default. `automation: true` in registry/deployment.yaml turns on the re-evaluation after
 changes and on schedule, and a launcher whose jobs live in a scheduler the sensor that ends those without a run;
-`retention.cron` turns on the schedule that prunes. The sensor that frees pool slots is on. A switch in the UI takes
-precedence.
+`retention.cron` turns on the schedule that prunes, `budget` the sensor that acts on decisions. The sensor that frees
+pool slots is on. A switch in the UI takes precedence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import dagster as dg
 
 from draftworks.targets.registry import Registry
+from sensors.acting import make_decision_sensors
 from sensors.orphans import make_orphan_sensor
 from sensors.pool_slots import make_pool_slot_sensor
 from sensors.pruning import make_prune_schedules
@@ -19,7 +23,12 @@ from sensors.registry import make_registry_sensor
 from sensors.schedules import make_evaluation_schedules
 
 
-def make_sensors(registry: Registry) -> list[dg.SensorDefinition]:
+def make_sensors(registry: Registry, acting: Sequence[Any] = ()) -> list[dg.SensorDefinition]:
+    """Return all sensors.
+
+    Args:
+        acting: jobs that decisions start, see `sensors.acting`; none where no entry has a decision.
+    """
     deployment = registry.load_deployment()
     status = dg.DefaultSensorStatus.RUNNING if deployment.automation else dg.DefaultSensorStatus.STOPPED
     return [
@@ -27,6 +36,7 @@ def make_sensors(registry: Registry) -> list[dg.SensorDefinition]:
         make_reevaluation_sensor(registry.list_targets(), status, deployment.reevaluation_interval_s),
         make_orphan_sensor(registry),
         make_pool_slot_sensor(),
+        *make_decision_sensors(registry, acting),
     ]
 
 

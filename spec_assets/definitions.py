@@ -9,6 +9,7 @@ import dagster as dg
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.targets.registry import HELDOUT, Registry
 from jobs import make_jobs
+from jobs.acting import make_training_jobs
 from jobs.pruning import make_prune_job
 from resources.deployment_launcher import make_deployment_launcher
 from resources.sglang_server import SGLangServer
@@ -52,6 +53,8 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     promoted = [strategy for strategy in exported if strategy.name in in_service]
     to_decide = list_decided_strategies(registry)
     decided = [strategy for strategy in promoted if strategy.name in to_decide]
+    training = make_training_jobs(each.name for each in decided)
+    deciding = make_decision_jobs(each.name for each in decided)
     assets = [
         *dg.load_assets_from_modules(MODULES),
         make_recipe_assets(strategies),
@@ -81,9 +84,10 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
             *make_jobs(evals, [each.name for each in decided]),
             make_prune_job(),
             *make_service_jobs(each.name for each in promoted),
-            *make_decision_jobs(each.name for each in decided),
+            *deciding,
+            *training,
         ],
-        sensors=make_sensors(registry),
+        sensors=make_sensors(registry, [*deciding, *training]),
         schedules=make_schedules(registry),
         resources={
             "workspace": workspace,

@@ -1,0 +1,171 @@
+"""The sensor that starts the trainings that decisions call for, within the budget, and says why others wait."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import dagster as dg
+
+from draftworks.decision.budget import Correction, Outcome
+from draftworks.decision.fleet_state import FleetReader, Outdated
+from draftworks.decision.queue import Action, Step
+from draftworks.decision.record import Choice, Decision
+from draftworks.errors import DraftworksError
+from draftworks.storage.asset_names import of_strategy
+from draftworks.targets.registry import Registry
+from jobs.acting import name_training_job
+from resources.workspace import Workspace
+from sensors.charged_runs import CHARGE_TAG, settle
+from sensors.reevaluation import BECAUSE_TAG
+from sensors.running_targets import describe_run, find_runs_under_way
+
+INTERVAL_S = 60
+DO_NOT_COUNT = ("resolve", "serve")
+"""Jobs that may run at the same time as a training of the same target."""
+
+
+def make_decision_sensors(registry: Registry, jobs: Sequence[Any]) -> list[dg.SensorDefinition]:
+    """Return the sensor, on where the deployment has a budget; none without a strategy that has a decision.
+
+    Args:
+        jobs: `tune_`, `retrain_` and `decide_{strategy}`, see `jobs.acting`.
+    """
+    if not jobs:
+        return []
+    status = dg.DefaultSensorStatus.STOPPED
+    if registry.load_deployment().budget is not None:
+        status = dg.DefaultSensorStatus.RUNNING
+
+    @dg.sensor(
+        name="decision_sensor",
+        jobs=jobs,
+        minimum_interval_seconds=INTERVAL_S,
+        default_status=status,
+        description="Starts the trainings that decisions call for, within the budget: see docs/how-to/decisions.md.",
+    )
+    def act(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult:
+        asked: dict[str, str] = json.loads(context.cursor) if context.cursor else {}
+        try:
+            tick = Tick(FleetReader(workspace.registry), context.instance, time.time())
+            steps, requests = tick.act()
+            again = tick.request_decisions(asked)
+        except DraftworksError as error:
+            context.log.error(str(error))
+            return dg.SensorResult(skip_reason=f"nothing is started: {error}")
+        for line in group_reasons(steps):
+            context.log.info(line)
+        requests += again
+        return dg.SensorResult(
+            run_requests=requests,
+            cursor=json.dumps(asked | {_name(request): str(request.run_key) for request in again}),
+            skip_reason=None if requests else explain_tick(steps),
+        )
+
+    return [act]
+
+
+class Tick:
+    """One look of the sensor: corrects the ledger, charges what starts, and requests its runs."""
+
+    def __init__(self, reader: FleetReader, instance: dg.DagsterInstance, now: float) -> None:
+        self._reader, self._now = reader, now
+        # Before the results are read: what a run publishes during this tick is left to the next one.
+        runs = find_runs_under_way(instance, DO_NOT_COUNT)
+        self._busy = {target: describe_run(run) for target, run in runs.items()}
+        file = reader.budget_file
+        settlement = settle(instance, file.read(), now)
+        file.correct(settlement.corrections)
+        self._unsubmitted = settlement.unsubmitted
+        state = reader.read(self._busy, without=settlement.unsubmitted)
+        self._outdated = reader.find_outdated(state.decisions)
+        blocking = {key: found.reason for key, found in self._outdated.items() if found.blocks}
+        self._state = replace(state, outdated=blocking)
+
+    def act(self) -> tuple[list[Step], list[dg.RunRequest]]:
+        """Charge what starts now, and return all steps, and a request for each run that is charged.
+
+        A charge without a run, of a tick that did not end, is requested again by its key, which Dagster never starts
+        twice; if it is not called for any more it is withdrawn.
+        """
+        steps = self._reader.plan(self._state, self._now)
+        starting = [step.charge for step in steps if step.charge is not None]
+        file, budget = self._reader.budget_file, self._state.budget
+        withdrawn = self._unsubmitted - {charge.id for charge in starting}
+        file.correct([Correction(each, 0.0, self._now, Outcome.WITHDRAWN) for each in sorted(withdrawn)])
+        new = [charge for charge in starting if charge.id not in self._unsubmitted]
+        charged = set(self._unsubmitted)
+        if new and budget is not None:
+            charged |= {charge.id for charge in file.charge(new, budget.gpu_hours_per_week, self._now)}
+        steps = [_take_back(step, charged) for step in steps]
+        decisions = {(each.target, each.strategy): each for each in self._state.decisions}
+        return steps, [
+            request_training(step, decisions[step.target, step.strategy]) for step in steps if step.charge is not None
+        ]
+
+    def request_decisions(self, asked: Mapping[str, str]) -> list[dg.RunRequest]:
+        """Return requests to decide again, one for each state of drafts and reports."""
+        return [
+            request
+            for (target, strategy), outdated in sorted(self._outdated.items())
+            if target not in self._busy
+            for request in [request_decision(target, strategy, outdated)]
+            if asked.get(_name(request)) != request.run_key
+        ]
+
+
+def _take_back(step: Step, charged: Collection[str]) -> Step:
+    """Return a step that waits if another process has used the budget, or begun the same, since the ledger was read."""
+    if step.charge is None or step.charge.id in charged:
+        return step
+    return replace(step, action=Action.WAIT, charge=None, reason="another process charged the budget: looked at again")
+
+
+def request_training(step: Step, decision: Decision) -> dg.RunRequest:
+    """Return the request for the run of a step; its key is the charge's id."""
+    assert step.charge is not None
+    config: dict[str, Any] = {}
+    if step.choice is Choice.TUNE:
+        config = {"ops": {of_strategy(step.strategy).draft: {"config": {"start_from": decision.draft}}}}
+    return dg.RunRequest(
+        run_key=step.charge.id,
+        job_name=name_training_job(step.choice, step.strategy),
+        partition_key=step.target,
+        run_config=config,
+        tags={CHARGE_TAG: step.charge.id, BECAUSE_TAG: f"decision {decision.number}: {step.choice}; {step.reason}"},
+    )
+
+
+def request_decision(target: str, strategy: str, outdated: Outdated) -> dg.RunRequest:
+    return dg.RunRequest(
+        run_key=f"{target}:{strategy}:{outdated.facts}",
+        job_name=f"decide_{strategy}",
+        partition_key=target,
+        tags={BECAUSE_TAG: outdated.reason},
+    )
+
+
+def _name(request: dg.RunRequest) -> str:
+    return f"{request.partition_key}:{request.job_name}"
+
+
+def group_reasons(steps: Sequence[Step]) -> list[str]:
+    """Return a line for each reason, with all drafts that it holds for, in the order of the queue."""
+    grouped: defaultdict[tuple[Action, str], list[str]] = defaultdict(list)
+    for step in steps:
+        hours = f" ({step.hours:.3g} GPU-hours)" if step.action is Action.START else ""
+        grouped[step.action, step.reason].append(f"{step.target} {step.strategy}{hours}")
+    return [f"{action}: {', '.join(names)}: {reason}" for (action, reason), names in grouped.items()]
+
+
+def explain_tick(steps: Sequence[Step], most: int = 5) -> str:
+    """Return why nothing starts: how many decisions wait for what."""
+    waiting = group_reasons([step for step in steps if step.action in (Action.WAIT, Action.ASK)])
+    kept = sum(step.action is Action.KEEP for step in steps)
+    lines = [line if len(line) < 200 else f"{line[:197]}..." for line in waiting[:most]]
+    more = [f"and {len(waiting) - most} other reasons, see the log"] if len(waiting) > most else []
+    return "; ".join([*lines, *more, f"{kept} drafts are kept"])
