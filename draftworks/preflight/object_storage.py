@@ -18,7 +18,7 @@ FEATURES, PUBLISH = "features.url", "publish.url"
 def check_object_storage(registry: Registry, findings: Findings) -> None:
     """Check the library and the keys of the deployment's object storage. Nothing is sent."""
     deployment = registry.load_deployment()
-    for key, url in _list_places(deployment):
+    for key, url in list_storage_places(deployment):
         try:
             _open(deployment, url)
         except ConfigError as error:
@@ -34,7 +34,7 @@ def find_storage_problems(
         longest_wait_s: for a server that does not answer, where the deployment waits longer.
     """
     deployment, found = registry.load_deployment(), list[str]()
-    for key, url in _list_places(deployment):
+    for key, url in list_storage_places(deployment):
         try:
             if key in keys:
                 _open(deployment, url, longest_wait_s).require_writable()
@@ -43,7 +43,8 @@ def find_storage_problems(
     return found
 
 
-def _list_places(deployment: DeploymentSpec) -> Iterator[tuple[str, str]]:
+def list_storage_places(deployment: DeploymentSpec) -> Iterator[tuple[str, str]]:
+    """Yield each key of the deployment that names a place in object storage, with its URL."""
     if deployment.features.url is not None:
         yield FEATURES, deployment.features.url
     if deployment.publish is not None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from draftworks.config.launchers import LOCAL, PROGRAMS
 from draftworks.errors import DraftworksError
 from draftworks.preflight.examine import examine_entry
 from draftworks.preflight.findings import Finding
 from draftworks.preflight.object_storage import find_storage_problems
+from draftworks.preflight.schedulers import find_refused_jobs, list_scheduler_users
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 
@@ -45,7 +43,7 @@ def check(
     except DraftworksError as error:
         shared, names, digests = [str(error)], [], FileDigests()
     checked: dict[str, tuple[Finding, ...]] = {}
-    refused = _ask_schedulers(found, names)
+    refused = find_refused_jobs(found, list_scheduler_users(found, names))
     for name in names:
         entry = [*examine_entry(name, found, digests), *(Finding("error", text) for text in refused.get(name, ()))]
         checked[name] = tuple(one for one in entry if one.text not in shared)
@@ -61,29 +59,6 @@ def check(
         typer.echo(f"{count}: {errors or 'no'} problem{'' if errors == 1 else 's'}", err=bool(errors))
     if errors:
         raise typer.Exit(1)
-
-
-def _ask_schedulers(registry: Registry, names: list[str]) -> dict[str, list[str]]:
-    """Return, by target, why schedulers would not take its jobs. A program of its own knows launchers and asks them."""
-    asked = [name for name in names if _uses_scheduler(registry, name)]
-    if not asked:
-        return {}
-    command = [sys.executable, "-m", "resources.launcher_checks", str(registry.root), *asked]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return dict.fromkeys(asked, [f"launcher: schedulers could not be asked: {last}"])
-    return json.loads(done.stdout)
-
-
-def _uses_scheduler(registry: Registry, name: str) -> bool:
-    """Whether a target has jobs for other machines than this one. An invalid entry, which is reported, has none."""
-    try:
-        target = registry.load_target(name)
-        specs = [registry.resolve_launcher(target, program) for program in PROGRAMS]
-    except DraftworksError:
-        return False
-    return any(spec.kind != LOCAL or spec.nodes > 1 for spec in specs)
 
 
 def _print_findings(name: str, findings: tuple[Finding, ...]) -> None:

@@ -24,6 +24,7 @@ from draftworks.programs import (
     checking,
     comparing,
     decision_commands,
+    doctor,
     engine,
     export_features,
     observe,
@@ -43,6 +44,7 @@ from draftworks.targets.resolve import resolve_target
 app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
 app.command()(checking.check)
 app.command()(comparing.compare)
+app.command()(doctor.doctor)
 app.command()(start.run)
 app.command()(start.ui)
 app.command()(engine.engine)

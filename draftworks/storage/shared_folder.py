@@ -83,7 +83,7 @@ def write_folder_token(folder: Path) -> FolderToken:
     secret, id = uuid4().hex, uuid4().hex
     try:
         (folder / ".shared").mkdir(parents=True, exist_ok=True)
-        ahead_s = _write(folder / ".shared" / f"{id}.json", {"secret": secret})
+        ahead_s = measure_clock_lead(folder / ".shared" / f"{id}.json", {"secret": secret})
     except OSError as error:
         raise ConfigError(
             f"{folder} on host {socket.gethostname()}: expected a folder that this user may write to, found: {error}"
@@ -105,9 +105,9 @@ def check_shared_folder(token: FolderToken, patience_s: float = PATIENCE_S) -> F
     _require_token(token, host, patience_s)
     try:
         answer_path = token.path.with_name(f"{token.id}.{host}.{os.getpid()}.json")
-        ahead_s = _write(answer_path, {"host": host})
+        ahead_s = measure_clock_lead(answer_path, {"host": host})
         answer = FolderAnswer(host, ahead_s - token.ahead_s)
-        _write(answer_path, asdict(answer))
+        measure_clock_lead(answer_path, asdict(answer))
     except OSError as error:
         raise ConfigError(
             f"{token.folder} on host {host}: expected a folder that this job may write to, as host {token.host} may, "
@@ -174,7 +174,7 @@ def _require_token(token: FolderToken, host: str, patience_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _write(path: Path, value: object) -> float:
+def measure_clock_lead(path: Path, value: object) -> float:
     """Write a JSON file to the disk; return how far this host's clock is ahead of the time that the file was given.
 
     What a slow file system takes does not count: it is the least difference that the times before and after allow.

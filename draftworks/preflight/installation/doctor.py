@@ -1,0 +1,93 @@
+"""All probes of an installation, and what they found with secrets masked."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from draftworks.config.launchers import LOCAL
+from draftworks.errors import DraftworksError
+from draftworks.preflight.installation import deployment_probes, folders, leftover_probes, machine_probes
+from draftworks.preflight.installation.dagster_probe import probe_dagster
+from draftworks.preflight.installation.masking import mask_secrets
+from draftworks.preflight.installation.probes import Line, Probe, run_probes
+from draftworks.preflight.installation.versions import probe_versions
+from draftworks.targets.registry import Registry
+
+LIMIT_S = 14.0
+"""For all probes together, which run at once."""
+_SHARE_OF_ASKING = 0.85
+"""Of this time a process that a probe starts may take so much: its own line says more than that the probe hangs."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What is examined.
+
+    Attributes:
+        env: environment of runs.
+        checkout: folder of this project.
+    """
+
+    registry: Registry
+    env: Mapping[str, str]
+    checkout: Path
+
+    def examine(self, limit_s: float = LIMIT_S) -> list[Line]:
+        """Run all probes and return their lines, without secrets."""
+        lines = run_probes(self.list_probes(_SHARE_OF_ASKING * limit_s), limit_s)
+        try:
+            named = list(deployment_probes.find_named_variables(self.registry))
+        except DraftworksError:
+            named = []
+        return [
+            replace(
+                line, found=mask_secrets(line.found, self.env, named), todo=mask_secrets(line.todo, self.env, named)
+            )
+            for line in lines
+        ]
+
+    def list_probes(self, ask_s: float) -> Sequence[Probe]:
+        """Return all probes; those that start a process give it `ask_s` seconds."""
+        registry = self.registry
+        written = folders.list_written_folders(registry, self.env, self.checkout)
+        return [
+            Probe("versions", lambda: probe_versions(self.checkout)),
+            Probe("registry", lambda: deployment_probes.probe_registry(registry)),
+            *(Probe(folders.DISK, lambda each=each: folders.probe_disk(each)) for each in written),
+            *(Probe(folders.PERMISSIONS, lambda each=each: folders.probe_permissions(each)) for each in written),
+            Probe("gpu", lambda: machine_probes.probe_gpu(ask_s)),
+            Probe("sglang", lambda: machine_probes.probe_sglang(registry, ask_s)),
+            Probe("dagster", lambda: probe_dagster(registry.root, self.env, self.checkout, ask_s)),
+            Probe("clocks", lambda: machine_probes.probe_clock(self._has_other_hosts())),
+            *(Probe(folders.CLOCKS, lambda each=each: folders.probe_clock_of_folder(each)) for each in written),
+            Probe("object storage", lambda: deployment_probes.probe_object_storage(registry, ask_s)),
+            Probe("schedulers", lambda: deployment_probes.probe_schedulers(registry, ask_s)),
+            Probe("secrets", lambda: deployment_probes.probe_variables(registry, self.env)),
+            Probe("processes", machine_probes.probe_orphans),
+            Probe("leftovers", lambda: leftover_probes.probe_leftovers(registry.resolve_var_folder())),
+            Probe("stores", lambda: leftover_probes.probe_stores(registry.resolve_var_folder())),
+        ]
+
+    def _has_other_hosts(self) -> bool:
+        deployment = self.registry.load_deployment()
+        return deployment.launcher.kind != LOCAL or deployment.features.kind != "local"
+
+
+def probe_ui_port(port: int, is_free: bool, host: str) -> Iterator[Line]:
+    """Yield whether the port of the UI is free, or the UI itself serves there."""
+    if is_free:
+        yield Line("ports", "ok", f"{port} is free for the UI")
+        return
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}/server_info", timeout=2.0) as answer:
+            is_dagster = b"dagster" in answer.read(4096)
+    except (OSError, ValueError, urllib.error.URLError):
+        is_dagster = False
+    if is_dagster:
+        yield Line("ports", "ok", f"Dagster's UI serves at {host}:{port}")
+    else:
+        yield Line("ports", "warning", f"{port} is in use by another server", f"draftworks ui --port {port + 1}")

@@ -1,0 +1,187 @@
+"""This machine: GPUs, PyTorch's CUDA, SGLang's environment, clock synchronization, the port of the UI, orphan processes.
+
+Neither torch nor SGLang is imported here: their own processes are asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftworks.errors import DraftworksError
+from draftworks.preflight.installation.probes import Line
+from draftworks.sglang.environment import FIRST_CAPTURING, PROGRAM_LIBRARIES, SGLANG_VERSIONS
+from draftworks.targets.registry import Registry
+
+GPU, SGLANG, CLOCKS, PORTS, PROCESSES = "gpu", "sglang", "clocks", "ports", "processes"
+NVIDIA_SMI = "nvidia-smi"
+_QUERY = ("--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader")
+_ASK_TORCH = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count(), sep='|')"
+_ASK_SGLANG = (
+    "import importlib.metadata as m, importlib.util as u, sys; print(m.version('sglang')); "
+    "print(*[name for name in sys.argv[1:] if u.find_spec(name) is None]); sys.stdout.flush()"
+)
+_IMPORT_SGLANG = "; import sglang"
+"""Takes seconds, so it is done only where a target starts SGLang."""
+_TIME_ERROR = 5
+"""Answer of adjtimex(2) for a clock that nothing synchronizes."""
+_BYTES_OF_TIMEX = 512  # more than the structure has on any platform
+_PROGRAMS = "draftworks.programs."
+
+
+def probe_gpu(limit_s: float) -> Iterator[Line]:
+    """Yield the GPUs that the driver shows, and whether PyTorch sees as many. A machine without any is fine."""
+    if shutil.which(NVIDIA_SMI) is None:
+        yield Line(
+            GPU, "ok", f"none: {NVIDIA_SMI} is not there, so everything runs on the CPU ({os.cpu_count()} cores)"
+        )
+        return
+    try:
+        asked = subprocess.run([NVIDIA_SMI, *_QUERY], capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        yield Line(
+            GPU,
+            "warning",
+            f"{NVIDIA_SMI} did not answer within {limit_s:.0f} s",
+            "look at dmesg for errors of the driver",
+        )
+        return
+    except OSError as error:
+        yield Line(GPU, "warning", f"{NVIDIA_SMI} cannot be run: {error}", "repair the driver's installation")
+        return
+    cards = [line.strip() for line in asked.stdout.splitlines() if line.strip()]
+    if asked.returncode or not cards:
+        reason = (asked.stderr or asked.stdout).strip().splitlines()[:1] or [f"exit code {asked.returncode}"]
+        todo = "repair the driver; without it everything runs on the CPU"
+        yield Line(GPU, "warning", f"{NVIDIA_SMI}: {reason[0]}", todo)
+        return
+    for index, card in enumerate(cards):
+        yield Line(GPU, "ok", f"GPU {index}: {card}")
+    yield from _compare_with_torch(len(cards), limit_s)
+
+
+def _compare_with_torch(cards: int, limit_s: float) -> Iterator[Line]:
+    try:
+        asked = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=limit_s)
+        version, cuda, seen = asked.stdout.strip().splitlines()[-1].split("|")
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        yield Line(
+            GPU,
+            "warning",
+            f"PyTorch could not be asked for its GPUs: {type(error).__name__}",
+            "python -c 'import torch'",
+        )
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = f"PyTorch {version} with CUDA {cuda} sees {seen} of {cards} GPUs"
+    if int(seen) == cards or (visible is not None and int(seen) > 0):
+        yield Line(GPU, "ok", found)
+    else:
+        todo = "install PyTorch for this driver's CUDA" if visible is None else "look at CUDA_VISIBLE_DEVICES"
+        yield Line(GPU, "problem" if int(seen) == 0 else "warning", found, todo)
+
+
+def probe_sglang(registry: Registry, limit_s: float) -> Iterator[Line]:
+    """Ask SGLang's environment for its version; import SGLang there if a target of the registry starts it."""
+    python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
+    users = _list_sglang_users(registry)
+    if not python.is_file():
+        if users:
+            todo = "make sglang-env, or name its environment: sglang.python in registry/deployment.yaml"
+            yield Line(SGLANG, "problem", f"{python} does not exist, and is needed by {', '.join(users[:5])}", todo)
+        else:
+            yield Line(SGLANG, "ok", f"not installed ({python}), and no target needs it")
+        return
+    todo = f"look at: {python} -c 'import sglang'"
+    try:
+        asked = subprocess.run(
+            [python, "-c", _ASK_SGLANG + (_IMPORT_SGLANG if users else ""), *PROGRAM_LIBRARIES],
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            cwd="/",
+        )
+    except subprocess.TimeoutExpired as error:
+        version = _first_line(error.stdout)
+        known = f"SGLang {version} in" if version else "SGLang in"
+        yield Line(SGLANG, "warning", f"{known} {python} did not answer within {limit_s:.0f} s", todo)
+        return
+    except OSError as error:
+        yield Line(SGLANG, "problem" if users else "warning", f"{python} cannot be run: {error}", "make sglang-env")
+        return
+    lines = asked.stdout.splitlines()
+    if asked.returncode or not lines:
+        reason = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        yield Line(SGLANG, "problem" if users else "warning", f"{python}: {reason}", todo)
+        return
+    version, missing = lines[0], [PROGRAM_LIBRARIES[name] for name in (lines[1].split() if len(lines) > 1 else ())]
+    if missing:
+        todo = f"{python} -m pip install --no-deps {' '.join(missing)}"
+        yield Line(SGLANG, "warning", f"{python} lacks {', '.join(missing)}, which capture.backend sglang needs", todo)
+    if version in SGLANG_VERSIONS:
+        yield Line(SGLANG, "ok", f"SGLang {version} ({python})")
+    else:
+        first = ".".join(map(str, FIRST_CAPTURING))
+        todo = f"install one of these to capture with it; before {first} it can only answer and serve"
+        yield Line(SGLANG, "warning", f"SGLang {version}: tested with {' and '.join(SGLANG_VERSIONS)}", todo)
+
+
+def _first_line(output: bytes | str | None) -> str:
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    return (text.splitlines() or [""])[0]
+
+
+def _list_sglang_users(registry: Registry) -> list[str]:
+    """Return the targets that start SGLang themselves. Entries that cannot be read are told by `draftworks check`."""
+    found = []
+    for name in registry.list_targets():
+        try:
+            target = registry.load_target(name)
+        except DraftworksError:
+            continue
+        backend = target.capture.backend
+        starts = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
+        if starts or target.evaluation.serving.prompts > 0:
+            found.append(name)
+    return found
+
+
+def probe_clock(has_other_hosts: bool) -> Iterator[Line]:
+    """Ask the kernel whether something synchronizes the clock; it matters where several hosts work together."""
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_BYTES_OF_TIMEX))
+    except (OSError, AttributeError):
+        state = -1
+    if state < 0:
+        yield Line(CLOCKS, "ok", "whether NTP sets the clock is not known here")
+    elif state != _TIME_ERROR:
+        yield Line(CLOCKS, "ok", "the clock is synchronized")
+    elif has_other_hosts:
+        todo = "switch NTP on (timedatectl set-ntp true): jobs, leases and object storage compare times of hosts"
+        yield Line(CLOCKS, "warning", "nothing synchronizes the clock", todo)
+    else:
+        yield Line(CLOCKS, "ok", "nothing synchronizes the clock, which matters with several hosts only")
+
+
+def probe_orphans() -> Iterator[Line]:
+    """Yield programs of Draftworks on this machine whose parent is gone: nothing waits for what they compute."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter(["pid", "ppid", "cmdline", "uids"]):
+        words, uids = process.info["cmdline"] or [], process.info["uids"]
+        name = next((word for word in words if word.startswith(_PROGRAMS)), None)
+        if name is None or process.info["ppid"] != 1 or uids is None or uids.real != os.getuid():
+            continue
+        if name != f"{_PROGRAMS}cli":
+            found.append(f"{process.info['pid']} ({name.removeprefix(_PROGRAMS)})")
+    if found:
+        todo = "look whether somebody started them by hand or a scheduler's job is of them; else end them: kill PID"
+        yield Line(PROCESSES, "warning", f"programs without a parent: {', '.join(found)}", todo)
+    else:
+        yield Line(PROCESSES, "ok", "no orphan programs")

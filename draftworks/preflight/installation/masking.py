@@ -1,0 +1,20 @@
+"""Masks secrets in texts that are shown: values of environment variables, and credentials in URLs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+MASK = "***"
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|WEBHOOK", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"//[^/\s@]+@")
+_SHORTEST = 4
+"""Shorter values are common words or numbers, which could not be masked without harm."""
+
+
+def mask_secrets(text: str, env: Mapping[str, str], named: Collection[str] = ()) -> str:
+    """Return the text without the values of variables that look like secrets, and of those in `named`."""
+    secret = {env.get(name, "") for name in named} | {value for name, value in env.items() if _SECRET_NAME.search(name)}
+    for value in sorted((one for one in secret if len(one) >= _SHORTEST), key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return _CREDENTIALS.sub(f"//{MASK}@", text)

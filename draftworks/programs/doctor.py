@@ -1,0 +1,53 @@
+"""`draftworks doctor`: whether this installation is sound, and what to do where it is not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draftworks.preflight.installation.doctor import LIMIT_S, Installation, probe_ui_port
+from draftworks.preflight.installation.probes import Line, Probe, run_probes
+from draftworks.programs.start import CHECKOUT, LOOPBACK, build_dagster_environment, is_port_free
+from draftworks.targets.registry import Registry
+
+UI_PORT = 3000
+_WIDEST_STATE = len("problem")
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    port: Annotated[int, typer.Option(help="Of the UI.")] = UI_PORT,
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds after which a probe counts as hanging.")] = LIMIT_S,
+    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT / "registry",
+) -> None:
+    """Examine this installation: versions, disk, GPU, SGLang, permissions, Dagster, clocks, storage, secrets.
+
+    Every line is ok, a warning or a problem, with what to do. Nothing is changed; secrets are never shown. Exit code 1
+    with a problem, else 0. `draftworks check` looks at the targets.
+    """
+    installation = Installation(Registry(registry), build_dagster_environment(), CHECKOUT)
+    lines = installation.examine(limit)
+    lines += run_probes([Probe("ports", lambda: probe_ui_port(port, is_port_free(port), LOOPBACK))], limit)
+    problems, warnings = (sum(line.state == state for line in lines) for state in ("problem", "warning"))
+    if as_json:
+        found = {"problems": problems, "warnings": warnings, "lines": [asdict(line) for line in lines]}
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        for line in lines:
+            _print_line(line)
+        typer.echo(
+            f"{problems} problem{'' if problems == 1 else 's'}, {warnings} warning{'' if warnings == 1 else 's'}"
+        )
+    if problems:
+        raise typer.Exit(1)
+
+
+def _print_line(line: Line) -> None:
+    found = "\n           ".join(line.found.splitlines())
+    typer.echo(f"{line.state:<{_WIDEST_STATE}}  {line.area}: {found}")
+    if line.todo:
+        typer.echo(f"{'':<{_WIDEST_STATE}}  -> {line.todo}")

@@ -1,0 +1,132 @@
+"""Folders are tried with real files: without the right to write, full, or without locks they are a problem."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from draftworks.preflight.installation.folders import (
+    WrittenFolder,
+    list_written_folders,
+    probe_clock_of_folder,
+    probe_disk,
+    probe_permissions,
+)
+from draftworks.targets.registry import Registry
+
+Mount = Callable[[str], Path]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """Mount a small file system of memory with the given options."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+
+    def make(options: str) -> Path:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+        return place
+
+    yield make
+    subprocess.run(["umount", place], capture_output=True)
+
+
+def states(lines) -> list[str]:
+    return [line.state for line in lines]
+
+
+def list_tree(root: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_sound_folder_is_ok_and_nothing_of_the_trial_stays(tmp_path: Path, exists: bool):
+    folder = WrittenFolder("var", tmp_path / "var")
+    if exists:
+        folder.path.mkdir()
+        (folder.path / "kept").write_text("as it was")
+    before = list_tree(tmp_path)
+    [line] = probe_permissions(folder)
+    assert line.state == "ok"
+    assert ("does not exist yet" in line.found) is not exists
+    assert list_tree(tmp_path) == before
+
+
+def test_a_file_in_the_way_is_a_problem(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    [line] = probe_permissions(WrittenFolder("var", tmp_path / "file" / "var"))
+    assert line.state == "problem"
+    assert f"{tmp_path / 'file'} is a file" in line.found
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_problem(mount: Mount):
+    place = mount("size=1m,ro")
+    [line] = probe_permissions(WrittenFolder("var", place))
+    assert line.state == "problem"
+    assert "cannot be written to: Read-only file system" in line.found
+    assert line.todo
+    [line] = probe_permissions(WrittenFolder("cache", place, is_needed=False))
+    assert line.state == "warning"
+
+
+def test_a_full_disk_is_a_problem(mount: Mount):
+    place = mount("size=1m")
+    (place / "file").write_bytes(b"x" * 1_048_000)
+    assert states(probe_disk(WrittenFolder("var", place))) == ["problem"]
+    assert states(probe_disk(WrittenFolder("cache", place, is_needed=False))) == ["warning"]
+
+
+def test_a_disk_without_room_for_files_is_a_problem(mount: Mount):
+    found = list(probe_disk(WrittenFolder("var", mount("size=1m,nr_inodes=20"))))
+    assert "more files" in found[0].found
+    assert found[0].state == "problem"
+
+
+def test_locks_that_exclude_nobody_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fcntl, "flock", lambda handle, how: None)
+    [line] = probe_permissions(WrittenFolder("var", tmp_path))
+    assert (line.state, "no locks (flock)" in line.found) == ("problem", True)
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "state"), [(0.0, "ok"), (30.0, "warning"), (-30.0, "warning"), (3600.0, "problem")]
+)
+def test_a_clock_that_differs_from_that_of_a_shared_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, state: str
+):
+    """The folder counts as one of a network; its server gives every file a time that is `ahead_s` behind."""
+    from draftworks.preflight.installation import folders
+    from draftworks.storage.file_systems import Mount as MountedAt
+
+    monkeypatch.setattr(folders, "find_mount", lambda path: MountedAt(tmp_path, "nfs4"))
+    stat = Path.stat
+
+    def behind(path: Path, **given):
+        found = list(stat(path, **given))
+        found[8] -= ahead_s
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, "stat", behind)
+    [line] = probe_clock_of_folder(WrittenFolder("var", tmp_path))
+    assert line.state == state
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folders_are_those_that_runs_write_to(tmp_path: Path):
+    (tmp_path / "deployment.yaml").write_text("var: work\nfeatures: {kind: shared_dir, root: shared}\n")
+    env = {"DAGSTER_HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hub")}
+    found = {each.name: each.path for each in list_written_folders(Registry(tmp_path), env, tmp_path)}
+    assert found == {
+        "var": tmp_path / "work",
+        "feature store": tmp_path / "shared",
+        "DAGSTER_HOME": tmp_path / "home",
+        "Hugging Face cache": tmp_path / "hub",
+    }
