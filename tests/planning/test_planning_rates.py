@@ -108,7 +108,7 @@ def test_a_trainings_rate_grows_with_its_ranks(tmp_path: Path, monkeypatch):
 def test_records_that_lack_figures_measure_nothing(tmp_path: Path):
     target = PlannedTarget(tmp_path)
     for asset in ("responses", "training_features", "eagle3_draft", "eagle3_report", "eagle3_export"):
-        target.publish(asset, {}, "earlier")
+        target.publish(asset, {"draft": "earlier"}, "earlier")
     subject = target.subject
     assert measure_answers(subject.list_results("responses")[0], "hf") is None
     assert measure_capture(subject.list_results("training_features")[0], "hf") is None
