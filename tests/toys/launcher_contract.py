@@ -281,6 +281,10 @@ class SchedulerContract(LauncherContract):
         def preempt() -> None:
             wait_until_up(harness)
             harness.preempt()
+            checkpoints = harness.work / "checkpoints"
+            wait_until(lambda: checkpoints.exists() and bool(list(checkpoints.iterdir())))
+            for up in harness.work.glob("up.*"):
+                up.unlink()  # of the job that was pre-empted: rank 0 writes no other once it has saved
             wait_until_up(harness)
 
         played = play(harness, "steps", preempt)
