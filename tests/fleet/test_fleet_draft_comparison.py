@@ -14,6 +14,7 @@ from report_folders import TARGET, ReportFolders
 
 from draftworks.errors import ConfigError, StoreError
 from draftworks.fleet.compared_drafts import ComparedDraft, find_compared_draft
+from draftworks.fleet.comparison_page import render_markdown
 from draftworks.fleet.draft_comparison import DraftComparison, Kind, Verdict, compare_drafts
 from draftworks.fleet.recipe_differences import MISSING
 from draftworks.storage.artifacts import Artifact, BuildResult
@@ -34,6 +35,9 @@ class Drafts(ReportFolders):
         return self.artifacts.obtain(
             "eagle3_draft", TARGET, {**made_from, "name": name}, lambda out: BuildResult(name, summary)
         )
+
+    def publish_input(self, asset: str, version: str, identity: dict[str, Any], **summary: Any) -> None:
+        self.artifacts.obtain(asset, TARGET, identity, lambda out: BuildResult(version, summary))
 
     def publish(self, name: str, accepted: Mapping[str, list[int]], answers: str, **identity: Any) -> Artifact:
         draft = self.publish_draft(name, **identity)
@@ -156,6 +160,24 @@ def test_only_keys_that_differ_are_listed_with_both_values(drafts: Drafts):
     assert (found.costs[0].hours, found.costs[0].rank_hours, found.costs[0].parameters) == (2.0, 8.0, None)
     assert found.figures == ()
     assert "has no report yet" in " ".join(found.notes)
+    assert "neither has a report" in render_markdown(found)
+
+
+def test_data_is_followed_back_to_the_conversations(drafts: Drafts):
+    """Two drafts of other answers to the same conversations: what differs are the answers' settings and figures."""
+    made = {}
+    for name, temperature, samples in (("a", 0.0, 10), ("b", 0.7, 12)):
+        drafts.publish_input("conversations", "chats", {"data": {"held_out_share": 0.1}, "dataset": "files"})
+        answered = {"conversations": "chats", "responses": {"temperature": temperature}, "max_length": 64}
+        drafts.publish_input("responses", f"answers {name}", answered)
+        drafts.publish_input("tokenized_train", f"tokens {name}", {"responses": f"answers {name}"}, samples=samples)
+        made[name] = drafts.publish_draft(name, tokens=f"tokens {name}").path.name
+    found = drafts.compare(made["a"], made["b"])
+    assert [(each.key, each.a, each.b) for each in found.recipe] == [("answers: responses.temperature", 0.0, 0.7)]
+    assert [(each.key, each.a, each.b) for each in found.data] == [
+        ("tokens", "tokens a", "tokens b"),
+        ("training set: samples", 10, 12),
+    ]
 
 
 def test_a_draft_equals_itself(drafts: Drafts):

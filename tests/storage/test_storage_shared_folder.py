@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     def refuse(path: Path, value: object) -> float:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(shared_folder, "_write", refuse)
+    monkeypatch.setattr(shared_folder, "measure_clock_lead", refuse)
     with pytest.raises(ConfigError, match=f"{tmp_path} on host {HOST}: expected a folder .* Read-only"):
         check_shared_folder(token)
     with pytest.raises(ConfigError, match=f"{tmp_path} on host {HOST}: expected a folder .* Read-only"):

@@ -89,11 +89,14 @@ def find_named_variables(registry: Registry) -> dict[str, list[str]]:
     return found
 
 
-def _iterate_variables(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if key == _STORAGE_KEY:
-            continue
-        if isinstance(value, Mapping):
-            yield from _iterate_variables(value, f"{before}{key}.")
-        elif key.endswith(_VARIABLE_SUFFIX) and isinstance(value, str) and value:
-            yield f"{before}{key}", value
+def _iterate_variables(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield key and value of each setting whose name says that it is the name of a variable."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            if name != _STORAGE_KEY:
+                yield from _iterate_variables(value, f"{key}.{name}".removeprefix("."))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _iterate_variables(value, key)
+    elif isinstance(values, str) and values and key.endswith(_VARIABLE_SUFFIX):
+        yield key, values

@@ -204,3 +204,18 @@ def test_summary_survives_json(prompts: int) -> None:
 def test_statistics_do_not_need_torch() -> None:
     code = "import sys, draftworks.evaluation.report.slices; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unpaired_interval_holds_the_difference_and_is_wider_than_the_paired_one():
+    """Prompts that are easy for both drafts cancel out only where they are resampled together."""
+    rng = random.Random(3)
+    ease = [rng.randint(0, 4) for _ in range(60)]
+    better, worse = (
+        [PromptAcceptance.from_accepted_counts(f"s{n}", [one + more] * 5, 5) for n, one in enumerate(ease)]
+        for more in (1, 0)
+    )
+    paired, unpaired = paired_difference(better, worse), statistics.unpaired_difference(better, worse)
+    assert unpaired is not None
+    assert unpaired.low < paired.difference < unpaired.high
+    assert unpaired.high - unpaired.low > 2 * (paired.interval.high - paired.interval.low)
+    assert statistics.unpaired_difference(better, []) is None
