@@ -2,8 +2,8 @@
 
 Those that start runs are off by default. `automation: true` in registry/deployment.yaml turns on the re-evaluation after
 changes and on schedule, and a launcher whose jobs live in a scheduler the sensor that ends those without a run;
-`retention.cron` turns on the schedule that prunes, `budget` the sensor that acts on decisions. The sensor that frees
-pool slots is on. A switch in the UI takes precedence.
+`retention.cron` turns on the schedule that prunes, `budget` the sensor that acts on decisions, `notifications` the one that
+tells people. The sensor that frees pool slots is on. A switch in the UI takes precedence.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dagster as dg
 
 from draftworks.targets.registry import Registry
 from sensors.acting import make_decision_sensors
+from sensors.notifications import make_notification_sensor
 from sensors.orphans import make_orphan_sensor
 from sensors.pool_slots import make_pool_slot_sensor
 from sensors.pruning import make_prune_schedules
@@ -37,6 +38,7 @@ def make_sensors(registry: Registry, acting: Sequence[Any] = ()) -> list[dg.Sens
         make_orphan_sensor(registry),
         make_pool_slot_sensor(),
         *make_decision_sensors(registry, acting),
+        make_notification_sensor(registry),
     ]
 
 

@@ -25,12 +25,12 @@ from resources.companions import Companion
 from resources.dead_runs import end_with_run_process
 from resources.job_claims import CLAIM, end_abandoned_job
 from resources.job_identity import identify_job
+from resources.run_problems import describe_check
 from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, PeerJob, TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.metadata import round_figures, shorten_path
 from spec_assets.pools import wait_in_pool_of
-from spec_assets.run_problems import describe_check
 from spec_assets.unused import find_unused_assets
 
 OWNERS = ["team:drafts"]

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import dagster as dg
 
-from spec_assets.run_problems import INTERRUPTED, MEANT_FOR_A_PERSON, describe_innermost
+from resources.run_problems import INTERRUPTED, MEANT_FOR_A_PERSON, describe_innermost
 
 LONGEST_FAILURE = 300
 

@@ -22,9 +22,9 @@ from dagster_shared.error import SerializableErrorInfo
 
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.targets.registry import Registry
+from resources.run_problems import RunProblems
 from spec_assets.places import require_places
 from spec_assets.pools import assign_pools
-from spec_assets.run_problems import RunProblems
 from spec_assets.run_record import end_with_record
 from spec_assets.unchanged import find_unchanged_steps
 from spec_assets.unused import UnusedAsset, find_unused_assets, record_unused

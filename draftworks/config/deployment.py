@@ -11,10 +11,12 @@ from draftworks.config.base import Spec
 from draftworks.config.budget import BudgetSpec
 from draftworks.config.features import FeaturesSpec
 from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
+from draftworks.config.notifications import NotificationSpec, require_distinct
 from draftworks.config.object_storage import ObjectStorageSpec, PublishSpec
 from draftworks.config.prices import PricesSpec
 from draftworks.config.retention import RetentionSpec
 from draftworks.config.sglang import SGLangSpec
+from draftworks.config.urls import parse_url
 from draftworks.errors import ConfigError
 
 
@@ -40,10 +42,26 @@ class DeploymentSpec(Spec):
         default=None,
         description="GPU-hours for trainings that decisions start; null: none starts by itself.",
     )
+    notifications: list[NotificationSpec] = Field(
+        default_factory=list, description="Channels that people are told by of failures, decisions, promotions."
+    )
+    ui_url: str | None = Field(
+        default=None, description="Address of Dagster's UI, for links in notifications; default: none are given."
+    )
     automation: bool = Field(
         default=False, description="Evaluate drafts again automatically: on schedule, and after changes."
     )
     reevaluation_interval_s: int = Field(default=60, ge=1, description="Seconds between two checks for such changes.")
+
+    @field_validator("notifications")
+    @classmethod
+    def _check_channels(cls, value: list[NotificationSpec]) -> list[NotificationSpec]:
+        return require_distinct(value)
+
+    @field_validator("ui_url")
+    @classmethod
+    def _check_ui_url(cls, value: str | None) -> str | None:
+        return None if value is None else parse_url(value)
 
     @field_validator("launcher", mode="plain")
     @classmethod

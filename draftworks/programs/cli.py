@@ -27,6 +27,7 @@ from draftworks.programs import (
     doctor,
     engine,
     export_features,
+    notify,
     observe,
     planning,
     retention,
@@ -52,6 +53,7 @@ app.command()(export_features.export_features)
 for command in (retention.usage, retention.prune, retention.pin, retention.unpin):
     app.command()(command)
 app.command()(planning.plan)
+app.command()(notify.notify)
 app.command()(service_commands.promote)
 app.command()(service_commands.rollback)
 app.command()(service_commands.in_service)

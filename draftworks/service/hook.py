@@ -19,14 +19,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import IO, NamedTuple
 
-from draftworks.config.service import HookSpec, is_loopback
+from draftworks.config.service import HookSpec
+from draftworks.endpoints.json_post import MAX_ANSWER_BYTES, post_json
 from draftworks.errors import ConfigError
 from draftworks.service.record import InService
 from draftworks.service.register import ServiceRegister
 from draftworks.service.states import Attempt, Delivery, find_delivery, save_delivery
 from draftworks.storage.regular_files import parse_json
 
-MAX_ANSWER_BYTES = 1 << 16
 MAX_DETAIL = 500
 CONFIRMED, TOLD, FAILED = "confirmed", "told", "failed"
 
@@ -160,27 +160,8 @@ def _read_end(stream: IO[bytes]) -> str:
 
 
 def _post(url: str, payload: bytes, key: str | None, timeout_s: float) -> _Answer:
-    import httpx
-
-    headers = {"Content-Type": "application/json", **({} if key is None else {"Authorization": f"Bearer {key}"})}
-    deadline, body = time.monotonic() + timeout_s, b""
-    try:
-        with (
-            httpx.Client(timeout=timeout_s, trust_env=not is_loopback(url), follow_redirects=False) as client,
-            client.stream("POST", url, content=payload, headers=headers) as response,
-        ):
-            for chunk in response.iter_bytes():
-                body += chunk
-                if len(body) > MAX_ANSWER_BYTES:
-                    return _Answer("", f"{url}: an answer of more than {MAX_ANSWER_BYTES:,} bytes")
-                if time.monotonic() > deadline:
-                    return _Answer("", f"{url}: no whole answer within {timeout_s:g} s")
-            text = body.decode(errors="replace")
-            return _Answer(text) if response.is_success else _Answer(text, f"{url}: {response.status_code}: {text}")
-    except httpx.TimeoutException:
-        return _Answer("", f"{url}: no answer within {timeout_s:g} s")
-    except httpx.HTTPError as error:
-        return _Answer("", f"{url}: cannot be reached: {type(error).__name__}: {error}")
+    posted = post_json(url, payload, {} if key is None else {"Authorization": f"Bearer {key}"}, timeout_s)
+    return _Answer(posted.text, posted.problem)
 
 
 def _read_key(hook: HookSpec, environment: Mapping[str, str]) -> str | None:

@@ -24,6 +24,7 @@ from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import KINDS
 from draftworks.config.mix import MixSpec
+from draftworks.config.notifications import NotificationSpec
 from draftworks.config.object_storage import BucketAccess, ObjectStorageSpec, PublishSpec
 from draftworks.config.observation import ObservationSpec, ObservedServerSpec
 from draftworks.config.prices import PricesSpec
@@ -303,6 +304,7 @@ IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec, MixSpec}
 """Name files and a selection: results have digests of what is in them."""
 OF_THE_INSTALLATION = {
     BudgetSpec,
+    NotificationSpec,
     TrackersSpec,
     TrackioSpec,
     WandbSpec,

@@ -25,6 +25,7 @@ ROOMS = [
         "fleet",
         "planning",
         "decision",
+        "notifications",
         "retention",
         "preflight",
     ),

@@ -6,7 +6,7 @@ import dagster as dg
 import pytest
 
 from draftworks.errors import DataError
-from spec_assets.run_problems import KEPT, RunProblems
+from resources.run_problems import KEPT, RunProblems
 
 
 def problems_of(*assets: dg.AssetsDefinition, checks=()) -> RunProblems:

@@ -1,0 +1,100 @@
+"""Events from Dagster's runs: runs that failed, and checks of reports that say a draft became worse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+import dagster as dg
+
+from draftworks.config.strategies import list_strategies
+from draftworks.notifications.bookmark import Bookmark
+from draftworks.notifications.event import Event
+from draftworks.storage.asset_names import of_strategy
+from resources.run_problems import RunProblems, describe_check
+from sensors.running_targets import PARTITION_TAG
+
+ENDED = [dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED]
+OVERLAP_S = 60.0
+"""Runs are looked for again that ended so long before the newest: a database may show them late."""
+MOST_RUNS = 300
+"""Runs of one tick; the others follow at the next."""
+NO_REGRESSION = ("draft_is_current",)
+"""Checks of a report that say something else than that a draft is worse."""
+READ = {dg.DagsterEventType.STEP_FAILURE, dg.DagsterEventType.ASSET_CHECK_EVALUATION, dg.DagsterEventType.RUN_FAILURE}
+
+
+def find_run_events(instance: dg.DagsterInstance, bookmark: Bookmark, ui_url: str | None) -> list[Event]:
+    """Return what is to be told of the runs that ended since the last look, and bring the bookmark up to date."""
+    records = list_ended_runs(instance, bookmark.runs_after - OVERLAP_S)
+    new = [each for each in records if each.dagster_run.run_id not in bookmark.runs][:MOST_RUNS]
+    events = [event for record in new for event in read_run_events(instance, record, ui_url)]
+    remember_runs(bookmark, new)
+    return events
+
+
+def begin_bookmark(instance: dg.DagsterInstance, bookmark: Bookmark, now: float) -> None:
+    """Mark everything that has ended until now as looked through."""
+    bookmark.runs_after = now
+    remember_runs(bookmark, list_ended_runs(instance, now - OVERLAP_S))
+
+
+def list_ended_runs(instance: dg.DagsterInstance, after: float) -> list[dg.RunRecord]:
+    """Return the runs that ended after a Unix time, oldest first."""
+    since = datetime.fromtimestamp(max(after, 0.0), UTC)
+    found = instance.get_run_records(dg.RunsFilter(statuses=ENDED, updated_after=since))
+    return sorted(found, key=lambda record: record.update_timestamp)
+
+
+def remember_runs(bookmark: Bookmark, records: Iterable[dg.RunRecord]) -> None:
+    for record in records:
+        at = _to_seconds(record.update_timestamp)
+        bookmark.runs[record.dagster_run.run_id] = at
+        bookmark.runs_after = max(bookmark.runs_after, at)
+    bookmark.runs = {run: at for run, at in bookmark.runs.items() if at >= bookmark.runs_after - 2 * OVERLAP_S}
+
+
+def read_run_events(instance: dg.DagsterInstance, record: dg.RunRecord, ui_url: str | None) -> list[Event]:
+    """Return the failure of a run with its first cause, and the checks in it by which a draft became worse."""
+    run = record.dagster_run
+    target = run.tags.get(PARTITION_TAG, "")
+    when = datetime.fromtimestamp(_to_seconds(record.update_timestamp), UTC).isoformat(timespec="seconds")
+    link = None if ui_url is None else f"{ui_url}/runs/{run.run_id}"
+    problems, message, events = RunProblems(), "", []
+    for entry in instance.all_logs(run.run_id, of_type=READ):
+        event = entry.dagster_event
+        if event is None:
+            continue
+        problems.note(event)
+        if event.event_type is dg.DagsterEventType.RUN_FAILURE:
+            message = event.message or ""
+        elif event.event_type is dg.DagsterEventType.ASSET_CHECK_EVALUATION:
+            check = event.asset_check_evaluation_data
+            if not check.passed and is_regression(check.asset_key.to_user_string(), check.check_name):
+                asset, said = check.asset_key.to_user_string(), describe_check(check)
+                title = f"{asset}: {check.check_name} failed"
+                subject = [asset, check.check_name, said]
+                events.append(Event.make("regression", target, subject, title, said, when, link))
+    if run.status is dg.DagsterRunStatus.FAILURE:
+        cause = problems.describe_failure() or message or "no reason was given"
+        title = f"run {run.run_id[:8]} of {run.job_name} failed"
+        events.append(Event.make("failure", target, run.run_id, title, shorten_cause(cause), when, link))
+    return events
+
+
+def is_regression(asset: str, check: str) -> bool:
+    """Whether the failure of a check says that a draft is worse than another: those of reports and of promotions."""
+    names = [of_strategy(name) for name in list_strategies()]
+    return asset in {each for one in names for each in (one.report, one.promoted)} and check not in NO_REGRESSION
+
+
+def shorten_cause(cause: str) -> str:
+    """Return a cause without its traceback, of which the last line is kept: frames are for the run's page."""
+    head, found, trace = cause.partition("Traceback (most recent call last):")
+    lines = trace.strip().splitlines()
+    return f"{head}{lines[-1] if lines else ''}".strip() if found else cause
+
+
+def _to_seconds(timestamp: datetime) -> float:
+    """Return the Unix time of a run record, whose times are in UTC and may have no zone."""
+    return (timestamp if timestamp.tzinfo is not None else timestamp.replace(tzinfo=UTC)).timestamp()
