@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import dagster as dg
 
 from draftworks.errors import DraftworksError
-from draftworks.notifications.bookmark import Bookmark, find_bookmark
 from draftworks.notifications.channels import Channels
-from draftworks.notifications.event import Event
-from draftworks.notifications.records import find_decision_events, find_service_events
+from draftworks.notifications.looking import keep_new_events
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
-from sensors.run_events import begin_bookmark, find_run_events
+from sensors.run_events import EndedRuns
 
 INTERVAL_S = 30
 SENDING_S = 25.0
@@ -41,38 +37,16 @@ def make_notification_sensor(registry: Registry) -> dg.SensorDefinition:
 
 
 def tell_people(context: dg.SensorEvaluationContext, workspace: Workspace) -> list[str]:
-    """Look for what has happened since the last tick, keep it for the channels, send what is due.
-
-    The first tick only marks where it begins. Events are kept before the mark moves: a tick that is killed finds them
-    again, and knows those that it kept.
-    """
+    """Look for what has happened since the last tick, keep it for the channels, and send what is due; return words."""
     deployment = workspace.registry.load_deployment()
     if not deployment.notifications:
         return ["notifications has no channel"]
+    runs, warn = EndedRuns(context.instance, deployment.ui_url), context.log.warning
     with Channels(workspace.var, deployment.notifications) as channels:
         if not channels.is_held:
             return ["another process is sending"]
-        bookmark = find_bookmark(workspace.var)
-        if bookmark is None:
-            bookmark = Bookmark()
-            begin_bookmark(context.instance, bookmark, time.time())
-            find_new_records(context, workspace, bookmark, quiet=True)
-            bookmark.save(workspace.var)
+        new = keep_new_events(workspace.var, channels, runs, warn)
+        if new is None:
             return ["from now on is told what happens"]
-        events = find_run_events(context.instance, bookmark, deployment.ui_url)
-        events += find_new_records(context, workspace, bookmark, quiet=False)
-        new = channels.add(events)
-        bookmark.save(workspace.var)
         words = [f"{new} new event{'' if new == 1 else 's'}"] if new else []
-        return words + channels.send(context.log.warning, SENDING_S)
-
-
-def find_new_records(
-    context: dg.SensorEvaluationContext, workspace: Workspace, bookmark: Bookmark, quiet: bool
-) -> list[Event]:
-    """Return what the records of drafts in service and of decisions say that is new."""
-    warn = context.log.warning
-    return [
-        *find_service_events(workspace.var, bookmark.service, warn, quiet),
-        *find_decision_events(workspace.var, bookmark.decisions, warn, quiet),
-    ]
+        return words + channels.send(warn, SENDING_S)

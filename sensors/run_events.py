@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import dagster as dg
@@ -24,19 +26,29 @@ NO_REGRESSION = ("draft_is_current",)
 READ = {dg.DagsterEventType.STEP_FAILURE, dg.DagsterEventType.ASSET_CHECK_EVALUATION, dg.DagsterEventType.RUN_FAILURE}
 
 
-def find_run_events(instance: dg.DagsterInstance, bookmark: Bookmark, ui_url: str | None) -> list[Event]:
-    """Return what is to be told of the runs that ended since the last look, and bring the bookmark up to date."""
-    records = list_ended_runs(instance, bookmark.runs_after - OVERLAP_S)
-    new = [each for each in records if each.dagster_run.run_id not in bookmark.runs][:MOST_RUNS]
-    events = [event for record in new for event in read_run_events(instance, record, ui_url)]
-    remember_runs(bookmark, new)
-    return events
+@dataclass(frozen=True)
+class EndedRuns:
+    """The runs of an instance that have ended.
 
+    Attributes:
+        ui_url: address of Dagster's UI, for links; None for none.
+    """
 
-def begin_bookmark(instance: dg.DagsterInstance, bookmark: Bookmark, now: float) -> None:
-    """Mark everything that has ended until now as looked through."""
-    bookmark.runs_after = now
-    remember_runs(bookmark, list_ended_runs(instance, now - OVERLAP_S))
+    instance: dg.DagsterInstance
+    ui_url: str | None
+
+    def begin(self, bookmark: Bookmark) -> None:
+        """Mark all runs that have ended as looked at."""
+        bookmark.runs_after = time.time()
+        remember_runs(bookmark, list_ended_runs(self.instance, bookmark.runs_after - OVERLAP_S))
+
+    def find(self, bookmark: Bookmark) -> list[Event]:
+        """Return the events of runs that ended since, and bring the bookmark up to date."""
+        records = list_ended_runs(self.instance, bookmark.runs_after - OVERLAP_S)
+        new = [each for each in records if each.dagster_run.run_id not in bookmark.runs][:MOST_RUNS]
+        events = [event for record in new for event in read_run_events(self.instance, record, self.ui_url)]
+        remember_runs(bookmark, new)
+        return events
 
 
 def list_ended_runs(instance: dg.DagsterInstance, after: float) -> list[dg.RunRecord]:

@@ -92,8 +92,11 @@ class Outbox:
 
     def list_pending(self) -> list[Event]:
         """Return the events that are to be told, oldest first. Raises StoreError for a damaged file."""
-        found = [Event.from_json(_read(path), str(path)) for path in (self.folder / PENDING).glob("[!.]*.json")]
-        return sorted(found, key=lambda each: (each.when, each.id))
+        # Those of one second in the order in which they were found.
+        paths = sorted(
+            (self.folder / PENDING).glob("[!.]*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name)
+        )
+        return sorted((Event.from_json(_read(path), str(path)) for path in paths), key=lambda each: each.when)
 
     def count_pending(self) -> int:
         return sum(1 for _ in (self.folder / PENDING).glob("[!.]*.json"))
