@@ -48,7 +48,9 @@ class Site:
 
     def tick(self) -> str:
         context = dg.build_sensor_context(instance=self.instance)
-        result = make_notification_sensor(Registry(self.root))(context, workspace=Workspace(registry_root=str(self.root)))
+        result = make_notification_sensor(Registry(self.root))(
+            context, workspace=Workspace(registry_root=str(self.root))
+        )
         assert isinstance(result, dg.SkipReason)
         return result.skip_message or ""
 
