@@ -20,6 +20,7 @@ class RunEvents(Protocol):
 
     def find(self, bookmark: Bookmark) -> list[Event]:
         """Return the events of runs that ended since, and bring the bookmark up to date."""
+        ...
 
 
 def keep_new_events(var: Path, channels: Channels, runs: RunEvents, warn: Callable[[str], None]) -> int | None:
