@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import dagster as dg
 
-from draftworks.decision.budget import HOUR_S, WEEK_S, Correction, Entry, Ledger, Outcome
+from draftworks.decision.budget import HOUR_S, Correction, Entry, Ledger, Outcome
 
 CHARGE_TAG = "draftworks/charge"
 """Names the charge of a run that a decision started."""
@@ -29,15 +31,15 @@ class Settlement:
 
 
 def settle(instance: dg.DagsterInstance, ledger: Ledger, now: float) -> Settlement:
-    """Compare open charges, and those that were withdrawn in the last week, with their runs."""
-    watched = [entry for entry in ledger.entries.values() if entry.is_open or _may_come(entry, now)]
+    """Compare open charges, and those that ended in the last week, with their runs: one may have been executed again."""
+    watched = [entry for entry in ledger.entries.values() if entry.counts_at(now)]
     records = find_records(instance, [entry.charge.id for entry in watched])
     corrections: list[Correction] = []
     unsubmitted: set[str] = set()
     for entry in watched:
-        record = records.get(entry.charge.id)
-        if record is not None:
-            corrections += correct_by_run(entry, record, now)
+        found = records.get(entry.charge.id)
+        if found is not None:
+            corrections += correct_by_runs(entry, found, now)
         elif entry.run is not None and entry.is_open:  # its record was deleted: what it took is not known
             corrections.append(Correction(entry.charge.id, entry.hours, now, Outcome.FAILED))
         elif entry.is_open:
@@ -45,27 +47,35 @@ def settle(instance: dg.DagsterInstance, ledger: Ledger, now: float) -> Settleme
     return Settlement(tuple(corrections), frozenset(unsubmitted))
 
 
-def _may_come(entry: Entry, now: float) -> bool:
-    return entry.outcome is Outcome.WITHDRAWN and entry.at > now - WEEK_S
+def find_records(instance: dg.DagsterInstance, charges: Sequence[str]) -> Mapping[str, Sequence[dg.RunRecord]]:
+    """Return the runs of each charge that has any, oldest first."""
+    found: defaultdict[str, list[dg.RunRecord]] = defaultdict(list)
+    if charges:
+        for record in instance.get_run_records(dg.RunsFilter(tags={CHARGE_TAG: list(charges)}), ascending=True):
+            found[record.dagster_run.tags[CHARGE_TAG]].append(record)
+    return found
 
 
-def find_records(instance: dg.DagsterInstance, charges: Sequence[str]) -> Mapping[str, dg.RunRecord]:
-    """Return the newest run of each charge that has one."""
-    if not charges:
-        return {}
-    records = instance.get_run_records(dg.RunsFilter(tags={CHARGE_TAG: list(charges)}), ascending=True)
-    return {record.dagster_run.tags[CHARGE_TAG]: record for record in records}
-
-
-def correct_by_run(entry: Entry, record: dg.RunRecord, now: float) -> list[Correction]:
-    """Return the correction of a charge by its run; none if nothing has changed."""
-    run = record.dagster_run
-    ended = (record.end_time or now) if run.is_finished else now
-    taken = 0.0 if record.start_time is None else max(ended - record.start_time, 0.0) / HOUR_S * entry.charge.ranks
-    if run.is_finished:
-        outcome = Outcome.SUCCEEDED if run.is_success else Outcome.FAILED
-        return [Correction(entry.charge.id, taken, ended, outcome, run.run_id)]
-    hours = entry.charge.hours if entry.outcome is Outcome.WITHDRAWN else entry.hours
-    if entry.is_open and entry.run is not None and taken <= entry.hours:
+def correct_by_runs(entry: Entry, records: Sequence[dg.RunRecord], now: float) -> list[Correction]:
+    """Return the correction of a charge by its runs, oldest first; none if nothing has changed."""
+    newest = records[-1].dagster_run
+    taken = [_measure_hours(record, now) * entry.charge.ranks for record in records]
+    if newest.is_finished:
+        if not entry.is_open and entry.run == newest.run_id:
+            return []
+        outcome = Outcome.SUCCEEDED if newest.is_success else Outcome.FAILED
+        ended = records[-1].end_time or now
+        return [Correction(entry.charge.id, math.fsum(taken), ended, outcome, newest.run_id)]
+    if entry.is_open and entry.run == newest.run_id and math.fsum(taken) <= entry.hours:
         return []
-    return [Correction(entry.charge.id, taken * BEYOND if taken > hours else hours, now, Outcome.OPEN, run.run_id)]
+    expected = math.fsum(taken[:-1]) + entry.charge.hours
+    hours = expected if math.fsum(taken) <= expected else math.fsum(taken) * BEYOND
+    return [Correction(entry.charge.id, hours, now, Outcome.OPEN, newest.run_id)]
+
+
+def _measure_hours(record: dg.RunRecord, now: float) -> float:
+    """Return the wall hours of a run until it ended, or until now; 0 for one that never began to work."""
+    if record.start_time is None:
+        return 0.0
+    ended = record.end_time if record.dagster_run.is_finished else now
+    return max((ended or now) - record.start_time, 0.0) / HOUR_S

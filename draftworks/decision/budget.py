@@ -158,8 +158,6 @@ def _apply(entry: Entry | None, event: Charge | Correction) -> Entry:
         return Entry(event, event.hours, event.at)
     if entry is None:
         raise ValueError(f"a correction of charge {event.id}, which is not there")
-    if entry.outcome in (Outcome.SUCCEEDED, Outcome.FAILED):
-        return entry  # two processes saw the end of the run: the first one counts
     return Entry(entry.charge, event.hours, event.at, event.outcome, event.run or entry.run)
 
 

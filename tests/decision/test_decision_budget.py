@@ -29,14 +29,16 @@ def test_a_charge_counts_until_seven_days_after_the_end_of_its_run():
     assert closed.sum_hours(NOW + DAY + WEEK) == 0.0
 
 
-def test_a_correction_may_go_both_ways_and_the_first_end_counts():
+def test_a_correction_may_go_both_ways_and_the_newest_one_counts():
     charge = charged(hours=5.0)
     longer = Ledger().add(charge, Correction("a", 9.0, NOW, Outcome.OPEN, "run-a"))
     assert longer.sum_hours(NOW) == 9.0
     assert longer.list_open()
-    failed = longer.add(ended(charge, 2.0, NOW, Outcome.FAILED), ended(charge, 8.0, NOW))
+    failed = longer.add(ended(charge, 2.0, NOW, Outcome.FAILED))
     assert failed.entries["a"].outcome is Outcome.FAILED
     assert failed.sum_hours(NOW) == 2.0
+    again = failed.add(Correction("a", 7.0, NOW, Outcome.OPEN, "again"))
+    assert (again.sum_hours(NOW), len(again.list_open())) == (7.0, 1)
 
 
 def test_a_withdrawn_one_whose_run_comes_after_all_counts_again():

@@ -11,13 +11,14 @@ import dagster as dg
 import pytest
 from acting_fleet import ActingFleet, start_run
 from decision_toys import HOUR, NOW, charged
+from kill_points import killed_before
 
 from draftworks.decision.answers import AnswerFile
 from draftworks.decision.budget import BudgetFile, Correction, Entry, Outcome
 from draftworks.decision.queue import Action, Step
 from draftworks.decision.record import Choice
 from sensors.acting import Tick, explain_tick, group_reasons
-from sensors.charged_runs import CHARGE_TAG, correct_by_run
+from sensors.charged_runs import CHARGE_TAG, correct_by_runs
 from spec_assets.definitions import build_definitions
 
 
@@ -55,6 +56,8 @@ def test_a_tune_starts_from_the_draft_in_service(acting: ActingFleet, instance: 
     [request] = [each for each in requests if each.partition_key == "three"]
     assert request.job_name == "tune_eagle3"
     assert request.run_config["ops"]["eagle3_draft"]["config"] == {"start_from": "served"}
+    job = build_definitions(acting.fleet.registry).get_repository_def().get_job("tune_eagle3")
+    assert dg.validate_run_config(job, request.run_config)
 
 
 def test_what_has_a_run_is_not_requested_again_and_its_end_corrects_the_ledger(
@@ -179,11 +182,41 @@ def test_a_run_takes_its_wall_hours_times_its_ranks(
     run = dg.DagsterRun(job_name="retrain_eagle3", status=status)
     charge = charged("a", 4.0, NOW)
     ended = now if run.is_finished else None
-    [found] = correct_by_run(Entry(charge, 4.0, NOW), record_of(run, begun, ended), now)
+    [found] = correct_by_runs(Entry(charge, 4.0, NOW), [record_of(run, begun, ended)], now)
     assert (pytest.approx(found.hours), found.outcome) == expected
     known = dataclasses.replace(Entry(charge, found.hours, NOW, found.outcome), run=run.run_id)
-    if found.outcome is Outcome.OPEN:
-        assert correct_by_run(known, record_of(run, begun, None), now) == []
+    assert correct_by_runs(known, [record_of(run, begun, ended)], now) == []
+
+
+def test_a_run_that_is_executed_again_counts_with_the_first():
+    first = dg.DagsterRun(job_name="retrain_eagle3", status=dg.DagsterRunStatus.FAILURE)
+    entry = Entry(charged("a", 4.0, NOW), 2.0, NOW + HOUR, Outcome.FAILED, first.run_id)
+    records = [record_of(first, NOW, NOW + HOUR)]
+    assert correct_by_runs(entry, records, NOW + 9 * HOUR) == []
+    for status, ended, hours in [
+        (dg.DagsterRunStatus.STARTED, None, 2.0 + 4.0),
+        (dg.DagsterRunStatus.SUCCESS, NOW + 3 * HOUR, 2.0 + 2.0),
+    ]:
+        second = dg.DagsterRun(job_name="retrain_eagle3", status=status)
+        both = [*records, record_of(second, NOW + 2 * HOUR, ended)]
+        [found] = correct_by_runs(entry, both, NOW + 3 * HOUR)
+        assert found.hours == pytest.approx(hours)
+        assert found.run == second.run_id
+
+
+def test_a_tick_that_is_killed_anywhere_charges_nothing_twice(acting: ActingFleet, instance: dg.DagsterInstance):
+    acting.set_budget(6.0)
+    wanted, outcomes = {str(each.run_key) for each in tick(acting, instance)[1]}, set()
+    for event in range(0, 3000, 4):
+        BudgetFile(acting.var).path.unlink(missing_ok=True)
+        killed = killed_before(event, lambda: Tick(acting.reader, instance, time.time()).act())
+        outcomes.add(len(entries(acting)))
+        if not killed or outcomes == {0, 1}:
+            assert {str(each.run_key) for each in tick(acting, instance)[1]} == wanted
+            assert len(entries(acting)) == 1
+        if not killed:
+            break
+    assert outcomes == {0, 1}
 
 
 def test_equal_reasons_are_one_line():
