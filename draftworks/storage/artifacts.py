@@ -204,7 +204,7 @@ class ArtifactStore:
         return sorted(found, key=lambda artifact: -artifact.created)
 
     def _locate(self, asset: str, target: str) -> Path:
-        return self.root / require_name(asset) / require_name(target)
+        return self.root.joinpath(require_name(asset), require_name(target))
 
     def _find_intact(self, final: Path, still_good: Check | None) -> Artifact | None:
         """Return the result in `final` if it is intact; otherwise log why it has to be built again and return None."""

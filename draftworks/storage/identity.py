@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,7 @@ class RememberedDigests(FileDigests):
 def _make_stamp(path: Path) -> str:
     stat = path.stat()
     return canonical_json(
-        [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino, ["ctime", stat.st_ctime_ns]]
+        [os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino, ["ctime", stat.st_ctime_ns]]
     )
 
 
