@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -41,11 +42,21 @@ class Estimate:
         return Estimate(self.low * factor, self.value * factor, self.high * factor)
 
     def times(self, other: Estimate) -> Estimate:
-        return Estimate(self.low * other.low, self.value * other.value, self.high * other.high)
+        """Return the product of two estimates whose errors do not depend on each other, see `_combine`."""
+        return _combine(
+            self.value * other.value,
+            [_Spread.of(self), _Spread.of(other)],
+            Estimate(self.low * other.low, self.value * other.value, self.high * other.high),
+        )
 
     def divide_by(self, rate: Estimate) -> Estimate:
-        """Return the quotient, whose lower bound has the highest rate. The rate's bounds are above 0."""
-        return Estimate(self.low / rate.high, self.value / rate.value, self.high / rate.low)
+        """Return the quotient, whose lower bound has the higher rate; errors as in `times`. The rate is above 0."""
+        spread = _Spread.of(rate)
+        return _combine(
+            self.value / rate.value,
+            [_Spread.of(self), _Spread(spread.up, spread.down)],
+            Estimate(self.low / rate.high, self.value / rate.value, self.high / rate.low),
+        )
 
     def cap(self, limit: float) -> Estimate:
         return Estimate(min(self.low, limit), min(self.value, limit), min(self.high, limit))
@@ -64,6 +75,33 @@ class Estimate:
 
 
 NOTHING = Estimate.exactly(0.0)
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """How far the bounds of an estimate are from its value, as logarithms of their ratios."""
+
+    down: float
+    up: float
+
+    @classmethod
+    def of(cls, found: Estimate) -> _Spread:
+        if not found.low:
+            return cls(math.inf if found.value else 0.0, math.log(found.high / found.value) if found.value else 0.0)
+        return cls(math.log(found.value / found.low), math.log(found.high / found.value))
+
+
+def _combine(value: float, spreads: list[_Spread], extremes: Estimate) -> Estimate:
+    """Return an estimate around a value. Independent errors rarely meet at their bounds, so squares of spreads add up.
+
+    Args:
+        extremes: what the bounds are if they do meet; never exceeded.
+    """
+    if not value:
+        return extremes
+    low = value * math.exp(-math.hypot(*(each.down for each in spreads)))
+    high = value * math.exp(math.hypot(*(each.up for each in spreads)))
+    return Estimate(min(max(low, extremes.low), value), value, max(min(high, extremes.high), value))
 
 
 @dataclass(frozen=True)

@@ -113,15 +113,22 @@ def format_bytes(found: Estimate) -> str:
 
 
 def format_estimate(found: Estimate) -> str:
-    """Format a quantity with its bounds: 1.2 (0.9–1.5)."""
-    value, low, high = (_format_number(each) for each in (found.value, found.low, found.high))
-    return value if low == value == high else f"{value} ({low}–{high})"
+    """Format a quantity; one that is not exact with its bounds, and three digits: 1.2 (0.9–1.5)."""
+    if found.low == found.high:
+        return _format_exact(found.value)
+    return f"{_format_rounded(found.value)} ({_format_rounded(found.low)}–{_format_rounded(found.high)})"
 
 
-def _format_number(value: float) -> str:
+def _format_exact(value: float) -> str:
     if value == 0:
         return "0"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _format_rounded(value: float) -> str:
+    size, name = next((each for each in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if value >= each[0]), (1.0, ""))
+    scaled = value / size
+    return (f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3g}") + name
 
 
 def _list_assets(plan: Plan) -> list[str]:

@@ -122,7 +122,8 @@ ESTIMATES = st.tuples(*[st.floats(0.001, 1e9)] * 3).map(lambda each: Estimate(*s
 def test_bounds_of_estimates_hold_what_they_are_made_of(one: Estimate, other: Estimate, factor: float):
     for found in (one + other, one * factor, one.divide_by(other), one.times(other), one.cap(5), one.subtract(5)):
         assert 0 <= found.low <= found.value <= found.high
-    assert one.divide_by(other).high == one.high / other.low
+    assert one.high / other.value * (1 - 1e-9) <= one.divide_by(other).high <= one.high / other.low * (1 + 1e-9)
+    assert one.times(Estimate.exactly(factor)).high == pytest.approx((one * factor).high)
     assert Estimate.from_json(one.to_json()) == one
     for wrong in ((2, 1, 3), (-1, 0, 1), (1, 3, 2)):
         with pytest.raises(ValueError, match="expected 0 <= low"):
