@@ -57,6 +57,8 @@ def make_decision_sensors(registry: Registry, jobs: Sequence[Any]) -> list[dg.Se
         except DraftworksError as error:
             context.log.error(str(error))
             return dg.SensorResult(skip_reason=f"nothing is started: {error}")
+        for line in tick.damaged:
+            context.log.warning(line)
         for line in group_reasons(steps):
             context.log.info(line)
         requests += again
@@ -85,6 +87,7 @@ class Tick:
         self._outdated = reader.find_outdated(state.decisions)
         blocking = {key: found.reason for key, found in self._outdated.items() if found.blocks}
         self._state = replace(state, outdated=blocking)
+        self.damaged = state.damaged
 
     def act(self) -> tuple[list[Step], list[dg.RunRequest]]:
         """Charge what starts now, and return all steps, and a request for each run that is charged.

@@ -6,9 +6,10 @@ are only looked at where a training would start.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 
 from draftworks.config.decision import DecisionSpec
 from draftworks.config.deployment import DeploymentSpec
@@ -16,8 +17,8 @@ from draftworks.config.launchers import merge_launcher
 from draftworks.decision.answers import AnswerFile, Answers
 from draftworks.decision.budget import BudgetFile, Ledger
 from draftworks.decision.queue import Action, FleetState, Step, TargetState, plan_actions
-from draftworks.decision.record import Choice, Decision, list_decisions
-from draftworks.errors import DraftworksError
+from draftworks.decision.record import FOLDER, RECORD, Choice, Decision, find_decision
+from draftworks.errors import DraftworksError, StoreError
 from draftworks.service.register import ServiceRegister
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.asset_names import of_strategy
@@ -59,13 +60,14 @@ class FleetReader:
             without: ids of charges to leave out.
 
         Raises:
-            StoreError: a decision, the ledger or the answers are damaged.
+            StoreError: the ledger or the answers are damaged.
         """
         var = self.registry.resolve_var_folder()
         deployment = self.registry.load_deployment()
         ledger = BudgetFile(var).read()
         known = set(self.registry.list_targets())
-        decisions = [each for each in list_decisions(var) if each.target in known]
+        damaged: list[str] = []
+        decisions = [each for each in _list_decisions(var, damaged) if each.target in known]
         answers = AnswerFile(var).read()
         calling = {each.target for each in decisions if _calls_for_something(each, answers)}
         targets = {
@@ -80,6 +82,7 @@ class FleetReader:
             ledger=Ledger({key: entry for key, entry in ledger.entries.items() if key not in without}),
             budget=deployment.budget,
             answers=answers,
+            damaged=damaged,
         )
 
     def find_outdated(self, decisions: Collection[Decision]) -> dict[tuple[str, str], Outdated]:
@@ -129,6 +132,18 @@ class FleetReader:
             return TargetState(DecisionSpec(), busy=busy, problem="its entry has no section decision any more")
         ranks = {strategy: entry.training.processes * nodes for strategy, entry in target.strategies.items()}
         return TargetState(target.decision, ranks, busy)
+
+
+def _list_decisions(var: Path, damaged: list[str]) -> Iterator[Decision]:
+    """Yield the newest decision of every target and strategy; adds to `damaged` why one cannot be read."""
+    for path in sorted((var / FOLDER).glob(f"*/*/{RECORD}")):
+        try:
+            found = find_decision(var, path.parent.parent.name, path.parent.name)
+        except (StoreError, ValueError) as error:
+            damaged.append(str(error))
+            continue
+        if found is not None:
+            yield found
 
 
 def _calls_for_something(decision: Decision, answers: Answers) -> bool:

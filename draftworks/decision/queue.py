@@ -61,6 +61,7 @@ class FleetState:
         decisions: the newest of each target and strategy.
         targets: by name; the decision of a target that is not here is left alone.
         outdated: by target and strategy, why a decision is not about what is there now.
+        damaged: what is wrong with decisions that cannot be read; the others go on.
     """
 
     decisions: Sequence[Decision]
@@ -69,6 +70,7 @@ class FleetState:
     budget: BudgetSpec | None
     answers: Answers = Answers()
     outdated: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    damaged: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

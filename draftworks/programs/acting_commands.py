@@ -43,6 +43,8 @@ def decisions(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         steps = reader.plan(replace(state, outdated=blocking), now)
     except DraftworksError as error:
         raise report_error(error) from None
+    for line in state.damaged:
+        typer.echo(f"warning: {line}", err=True)
     used = state.ledger.sum_hours(now)
     limit = "no budget" if state.budget is None else f"{used:.3g} of {state.budget.gpu_hours_per_week:g} GPU-hours"
     table = Table(title=f"decisions; {limit} in 7 days", title_justify="left")
