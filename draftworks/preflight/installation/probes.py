@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from draftworks.errors import DraftworksError
+
 State = Literal["ok", "warning", "problem"]
 
 
@@ -59,7 +61,8 @@ def _run(probe: Probe, outcome: _Outcome) -> None:
         for line in probe.look():
             outcome.lines.append(line)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        # An error of a registry file is a problem of its own line, and several probes run into it.
+        reason = str(error).partition("\n")[0] if isinstance(error, DraftworksError) else repr(error)
         outcome.lines.append(Line(probe.area, "warning", f"could not be looked at: {reason}"))
     outcome.ended.set()
 

@@ -37,7 +37,7 @@ def test_a_probe_that_raises_is_a_warning_with_what_it_found_before():
     found = run_probes([Probe("broken", fail)], limit_s=5)
     assert [(line.state, line.found) for line in found] == [
         ("ok", "before"),
-        ("warning", "could not be looked at: PermissionError: no right"),
+        ("warning", "could not be looked at: PermissionError('no right')"),
     ]
 
 
