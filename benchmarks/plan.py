@@ -70,16 +70,17 @@ def run(root: Path, conversations: int) -> tuple[StepActual, ...]:
 
 def describe(actual: tuple[StepActual, ...]) -> list[dict[str, str]]:
     rows = []
-    for each in actual:
+    made = [each for each in actual if each.seconds is not None]
+    for each in made:
         ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
-        inside = each.seconds is not None and each.step.seconds.low <= each.seconds <= each.step.seconds.high
+        inside = each.step.seconds.low <= (each.seconds or 0.0) <= each.step.seconds.high
         nbytes = f"{each.nbytes / each.step.nbytes.value:.3f}" if each.nbytes and each.step.nbytes.value else ""
-        planned, taken = format_seconds(each.step.seconds), "" if each.seconds is None else f"{each.seconds:.1f} s"
+        planned, taken = format_seconds(each.step.seconds), f"{each.seconds:.1f} s"
         names = ("step", "planned", "took", "took / plan", "in bounds", "bytes / plan", "rate")
         values = (each.step.asset, planned, taken, ratio, "yes" if inside else "no", nbytes, each.step.source.kind)
         rows.append(dict(zip(names, values, strict=True)))
-    planned = sum(each.step.seconds.value for each in actual)
-    taken = sum(each.seconds or 0.0 for each in actual)
+    planned = sum(each.step.seconds.value for each in made)
+    taken = sum(each.seconds or 0.0 for each in made)
     rows.append({"step": "together", "took / plan": f"{taken / planned:.2f}", "took": f"{taken:.1f} s"})
     return rows
 
