@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import dagster as dg
 import pytest
 from acting_fleet import ActingFleet, start_run
-from decision_toys import HOUR, NOW, charged
+from decision_toys import NOW
 from kill_points import killed_before
 
 from draftworks.decision.answers import AnswerFile
@@ -18,7 +16,7 @@ from draftworks.decision.budget import BudgetFile, Correction, Entry, Outcome
 from draftworks.decision.queue import Action, Step
 from draftworks.decision.record import Choice
 from sensors.acting import Tick, explain_tick, group_reasons
-from sensors.charged_runs import CHARGE_TAG, correct_by_runs
+from sensors.charged_runs import CHARGE_TAG
 from spec_assets.definitions import build_definitions
 
 
@@ -160,50 +158,6 @@ def test_an_entry_that_cannot_be_read_or_has_no_section_any_more_waits(
     assert "no section decision" in steps["two"].reason
 
 
-def record_of(run: dg.DagsterRun, begun: float | None, ended: float | None) -> dg.RunRecord:
-    moment = datetime.fromtimestamp(NOW, UTC)
-    return dg.RunRecord(1, run, moment, moment, begun, ended)
-
-
-@pytest.mark.parametrize(
-    ("status", "begun", "now", "expected"),
-    [
-        (dg.DagsterRunStatus.SUCCESS, NOW, NOW + HOUR, (2.0, Outcome.SUCCEEDED)),
-        (dg.DagsterRunStatus.FAILURE, NOW, NOW + 3 * HOUR, (6.0, Outcome.FAILED)),
-        (dg.DagsterRunStatus.CANCELED, None, NOW + HOUR, (0.0, Outcome.FAILED)),
-        (dg.DagsterRunStatus.STARTING, None, NOW + 9 * HOUR, (4.0, Outcome.OPEN)),
-        (dg.DagsterRunStatus.STARTED, NOW, NOW + HOUR, (4.0, Outcome.OPEN)),
-        (dg.DagsterRunStatus.STARTED, NOW, NOW + 5 * HOUR, (11.0, Outcome.OPEN)),
-    ],
-)
-def test_a_run_takes_its_wall_hours_times_its_ranks(
-    status: dg.DagsterRunStatus, begun: float | None, now: float, expected: tuple[float, Outcome]
-):
-    run = dg.DagsterRun(job_name="retrain_eagle3", status=status)
-    charge = charged("a", 4.0, NOW)
-    ended = now if run.is_finished else None
-    [found] = correct_by_runs(Entry(charge, 4.0, NOW), [record_of(run, begun, ended)], now)
-    assert (pytest.approx(found.hours), found.outcome) == expected
-    known = dataclasses.replace(Entry(charge, found.hours, NOW, found.outcome), run=run.run_id)
-    assert correct_by_runs(known, [record_of(run, begun, ended)], now) == []
-
-
-def test_a_run_that_is_executed_again_counts_with_the_first():
-    first = dg.DagsterRun(job_name="retrain_eagle3", status=dg.DagsterRunStatus.FAILURE)
-    entry = Entry(charged("a", 4.0, NOW), 2.0, NOW + HOUR, Outcome.FAILED, first.run_id)
-    records = [record_of(first, NOW, NOW + HOUR)]
-    assert correct_by_runs(entry, records, NOW + 9 * HOUR) == []
-    for status, ended, hours in [
-        (dg.DagsterRunStatus.STARTED, None, 2.0 + 4.0),
-        (dg.DagsterRunStatus.SUCCESS, NOW + 3 * HOUR, 2.0 + 2.0),
-    ]:
-        second = dg.DagsterRun(job_name="retrain_eagle3", status=status)
-        both = [*records, record_of(second, NOW + 2 * HOUR, ended)]
-        [found] = correct_by_runs(entry, both, NOW + 3 * HOUR)
-        assert found.hours == pytest.approx(hours)
-        assert found.run == second.run_id
-
-
 def test_a_tick_that_is_killed_anywhere_charges_nothing_twice(acting: ActingFleet, instance: dg.DagsterInstance):
     acting.set_budget(6.0)
     wanted, outcomes = {str(each.run_key) for each in tick(acting, instance)[1]}, set()
@@ -259,13 +213,3 @@ def test_a_damaged_ledger_starts_nothing_and_says_so(acting: ActingFleet, instan
     _, result = evaluate(acting, instance)
     assert not result.run_requests
     assert "budget.jsonl: line 1" in str(result.skip_message)
-
-
-def test_a_training_makes_all_that_its_draft_needs_and_no_other_draft(acting: ActingFleet):
-    repository = build_definitions(acting.fleet.registry).get_repository_def()
-    for name in ("retrain_eagle3", "tune_eagle3"):
-        keys = repository.get_job(name).asset_layer.executable_asset_keys
-        made = {key.to_user_string() for key in keys}
-        assert {"conversations", "training_features", "heldout_eval_features"} <= made
-        assert {f"eagle3_{what}" for what in ("draft", "report", "export", "promoted", "decision")} <= made
-        assert not made & {"dflash_draft", "fp8_gate", "leaderboard"}
