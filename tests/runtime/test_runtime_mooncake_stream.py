@@ -103,6 +103,8 @@ def kill_owner(database: Path, folder: Path, step: int = 4) -> None:
 def test_a_step_runs_memory_and_control_server_beside_the_training(stream_files: StreamFiles, stored: str, tmp_path):
     """As the step of a draft does it, with the launcher that looks after them; one is killed meanwhile."""
     (tmp_path / "deployment.yaml").write_text("var: var\n")
+    (tmp_path / "targets").mkdir()
+    (tmp_path / "targets" / "tiny.yaml").write_text("{model: models/tiny, dataset: stdlib}\n")
     workspace, folder = Workspace(registry_root=str(tmp_path)), tmp_path / "var"
     folder.mkdir()
     settings = SETTINGS.model_copy(update={"store": StreamStoreSpec(kind="mooncake"), "control": ControlSpec()})
@@ -113,7 +115,7 @@ def test_a_step_runs_memory_and_control_server_beside_the_training(stream_files:
     producer = TorchJob("draftworks.programs.produce", (str(produce.save(tmp_path / "produce.yaml")),))
     trainer = TorchJob("draftworks.programs.train", (str(train.save(tmp_path / "train.yaml")),), procs_per_node=RANKS)
 
-    @dg.asset
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["tiny"]))
     def eagle3_draft(context) -> dg.MaterializeResult:
         services = make_stream_services(context, workspace, database, produce)
         beside = [*services, Companion(producer, tmp_path / "produce")]
@@ -124,7 +126,7 @@ def test_a_step_runs_memory_and_control_server_beside_the_training(stream_files:
         killer.join(timeout=1)
         return dg.MaterializeResult(metadata={"weights": job.report["weights_digest"], **job.metadata})
 
-    (made,) = dg.materialize([eagle3_draft]).get_asset_materialization_events()
+    (made,) = dg.materialize([eagle3_draft], partition_key="tiny").get_asset_materialization_events()
     metadata = made.materialization.metadata
     assert metadata["weights"].value == stored
     assert {"log_memory", "log_control", "log_produce"} <= set(metadata)

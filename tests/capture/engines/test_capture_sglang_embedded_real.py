@@ -39,16 +39,18 @@ TAPS = [0, 1, 4, 7]
 def launch_capture(run: CaptureRun, site: Path) -> dict[str, Any]:
     """Run the capture program with SGLang's Python, as the assets do, and return its report."""
     (site / "deployment.yaml").write_text("var: var\n")
+    (site / "targets").mkdir(exist_ok=True)
+    (site / "targets" / "tiny.yaml").write_text("{model: models/tiny, dataset: stdlib}\n")
     reports: list[dict[str, Any]] = []
 
-    @dg.asset
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["tiny"]))
     def features(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
         workspace = Workspace(registry_root=str(site))
         launcher = LocalLauncher(workdir=str(site / "runs"))
         reports.append(launch(context, launcher, workspace, "capture", run, 1, "cpu", Path(SGLANG.python)).report)
         return dg.MaterializeResult()
 
-    dg.materialize([features], instance=dg.DagsterInstance.ephemeral())
+    dg.materialize([features], instance=dg.DagsterInstance.ephemeral(), partition_key="tiny")
     return reports[0]
 
 
