@@ -111,6 +111,10 @@ class AnswerFile:
         """Return all answers. Raises StoreError if the file is damaged."""
         return Answers.of(self._log.read())
 
+    def read_events(self) -> tuple[Answer | Hold, ...]:
+        """Return everything that people said, oldest first. Raises StoreError if the file is damaged."""
+        return self._log.read()
+
     def accept(self, target: str, strategy: str, choice: Choice | None, who: str, why: str, now: float) -> Answer:
         """Record a person's answer to the newest decision; without `choice` the decision's own.
 

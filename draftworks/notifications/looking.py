@@ -9,7 +9,7 @@ from typing import Protocol
 from draftworks.notifications.bookmark import Bookmark, find_bookmark
 from draftworks.notifications.channels import Channels
 from draftworks.notifications.event import Event
-from draftworks.notifications.records import find_decision_events, find_service_events
+from draftworks.notifications.records import find_decision_events, find_hold_events, find_service_events
 
 
 class RunEvents(Protocol):
@@ -48,4 +48,5 @@ def _find_records(var: Path, bookmark: Bookmark, warn: Callable[[str], None], qu
     return [
         *find_service_events(var, bookmark.service, warn, quiet),
         *find_decision_events(var, bookmark.decisions, warn, quiet),
+        *find_hold_events(var, bookmark.people, warn, quiet),
     ]

@@ -1,11 +1,13 @@
-"""Events from the records of drafts in service and of decisions."""
+"""Events from the records of drafts in service, of decisions, and of targets on hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from draftworks.decision.answers import AnswerFile, Hold
 from draftworks.decision.record import FOLDER as DECISIONS
 from draftworks.decision.record import RECORD as DECISION
 from draftworks.decision.record import Choice, Decision, read_decision_history
@@ -44,6 +46,27 @@ def find_decision_events(
 ) -> list[Event]:
     """Return what was decided since the last look, and bring `seen` up to date."""
     return _find(var / DECISIONS, DECISION, seen, warn, quiet, lambda *name: _read_decisions(var, *name))
+
+
+def find_hold_events(var: Path, seen: dict[str, SeenRecords], warn: Callable[[str], None], quiet: bool) -> list[Event]:
+    """Return which targets were put on hold or released since the last look, and bring `seen` up to date."""
+    file = AnswerFile(var)
+    known = seen.get(file.path.name)
+    try:
+        found = file.path.stat()
+        stamp = [found.st_mtime_ns, found.st_ino, found.st_size]
+        if known is not None and known.stamp == stamp:
+            return []
+        said = file.read_events()
+    except FileNotFoundError:
+        return []
+    except (StoreError, OSError) as error:
+        warn(f"nothing is told of targets on hold: {error}")
+        return []
+    after = 0 if known is None else known.number
+    seen[file.path.name] = SeenRecords(len(said), stamp)
+    new = said[after if after <= len(said) else 0 :]
+    return [] if quiet else [_make_hold_event(each) for each in new if isinstance(each, Hold)]
 
 
 def _find(
@@ -119,17 +142,30 @@ def _make_service_event(record: InService) -> Event:
     )
 
 
+def _make_hold_event(hold: Hold) -> Event:
+    return Event.make(
+        "hold",
+        hold.target,
+        [hold.held, hold.at],
+        "on hold: no decision starts anything" if hold.held else "released",
+        hold.describe(),
+        datetime.fromtimestamp(hold.at, UTC).isoformat(timespec="seconds"),
+    )
+
+
 def _make_decision_event(decision: Decision) -> Event:
     costs = [
         f"{name}: about {hours:g} GPU-hours"
         for name, hours in (("tune", decision.costs.tune), ("retrain", decision.costs.retrain))
         if hours is not None
     ]
+    keeps = decision.choice is Choice.KEEP
+    answer = [] if keeps else [f"to answer: draftworks accept {decision.target} {decision.strategy}"]
     return Event.make(
         "decision",
         decision.target,
         [decision.strategy, decision.number, decision.subject, decision.choice],
         f"{decision.strategy}: {decision.choice}, draft {decision.draft}",
-        "\n".join([*decision.reasons, *costs]),
+        "\n".join([*decision.reasons, *costs, *answer]),
         decision.when,
     )

@@ -9,6 +9,7 @@ import pytest
 from notification_toys import Desk, webhook
 from service_toys import STRATEGY, TARGET, record, served
 
+from draftworks.decision.answers import AnswerFile
 from draftworks.decision.record import Choice, Costs, Decision, Margins, save_decision
 from draftworks.errors import StoreError
 from draftworks.notifications.bookmark import FILE, find_bookmark
@@ -84,7 +85,27 @@ def test_a_decision_to_keep_is_news_only_after_another(desk: Desk) -> None:
         "decision: eagle3: keep",
     ]
     text = desk.told.messages[0]["body"]["text"]
-    assert "heldout: lost 0.100\ntune: about 1.5 GPU-hours" in text
+    assert "heldout: lost 0.100\ntune: about 1.5 GPU-hours\nto answer: draftworks accept small eagle3" in text
+
+
+def test_holds_and_their_ends_are_told_and_answers_are_not(desk: Desk) -> None:
+    people = AnswerFile(desk.var)
+    people.hold("early", "me", "", 1.0)
+    desk.tick()
+    save_decision(desk.var, replace(DECISION, choice=Choice.TUNE))
+    people.hold(TARGET, "me", "the data moves", 1_700_000_000.0)
+    people.accept(TARGET, STRATEGY, None, "me", "", 1_700_000_001.0)
+    desk.tick()
+    people.release(TARGET, "you", "", 1_700_000_002.0)
+    desk.tick()
+    assert [line for line in list_told(desk) if line.startswith("hold")] == [
+        "hold: on hold: no decision starts anything",
+        "hold: released",
+    ]
+    assert any("by me at 2023-11-14 22:13 UTC: the data moves" in each["body"]["text"] for each in desk.told.messages)
+    people.path.write_text("{}\n")
+    assert desk.tick() == 0
+    assert "on hold" in desk.warnings[0]
 
 
 def test_a_damaged_record_is_a_warning_and_the_others_are_told(desk: Desk) -> None:
