@@ -46,7 +46,7 @@ def make_jobs(evals: Sequence[str], decided: Sequence[str] = ()) -> list:
         ),
         _define_job(
             "everything",
-            dg.AssetSelection.all() - dg.AssetSelection.assets(FP8_GATE),
+            dg.AssetSelection.all() - dg.AssetSelection.assets(FP8_GATE) - dg.AssetSelection.groups("production"),
             "From conversations to measured and exported drafts.",
         ),
     ]

@@ -16,6 +16,7 @@ import dagster as dg
 from draftworks.targets.registry import Registry
 from sensors.acting import make_decision_sensors
 from sensors.notifications import make_notification_sensor
+from sensors.observation import make_observe_sensors
 from sensors.orphans import make_orphan_sensor
 from sensors.pool_slots import make_pool_slot_sensor
 from sensors.pruning import make_prune_schedules
@@ -39,6 +40,7 @@ def make_sensors(registry: Registry, acting: Sequence[Any] = ()) -> list[dg.Sens
         make_pool_slot_sensor(),
         *make_decision_sensors(registry, acting),
         make_notification_sensor(registry),
+        *make_observe_sensors(registry),
     ]
 
 

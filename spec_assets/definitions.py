@@ -24,6 +24,7 @@ from spec_assets.executor import make_executor
 from spec_assets.exports import make_export_asset, make_export_checks
 from spec_assets.fp8_gate import fp8_gate
 from spec_assets.leaderboard import make_leaderboard_asset
+from spec_assets.observation import list_observed_strategies, make_observe_jobs, make_observed_asset
 from spec_assets.partitions import make_target_partitions, partition_assets, partition_checks
 from spec_assets.promotion import (
     list_promoted_strategies,
@@ -55,6 +56,8 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     decided = [strategy for strategy in promoted if strategy.name in to_decide]
     training = make_training_jobs(each.name for each in decided)
     deciding = make_decision_jobs(each.name for each in decided)
+    in_production = list_observed_strategies(registry)
+    observed = [strategy for strategy in strategies if strategy.name in in_production]
     assets = [
         *dg.load_assets_from_modules(MODULES),
         make_recipe_assets(strategies),
@@ -67,6 +70,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
         fp8_gate,
         *map(make_promoted_asset, promoted),
         *(make_decision_asset(strategy, evals) for strategy in decided),
+        *map(make_observed_asset, observed),
     ]
     checks = [
         *map(make_eval_features_check, [HELDOUT, *evals]),
@@ -86,6 +90,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
             *make_service_jobs(each.name for each in promoted),
             *deciding,
             *training,
+            *make_observe_jobs(in_production),
         ],
         sensors=make_sensors(registry, [*deciding, *training]),
         schedules=make_schedules(registry),

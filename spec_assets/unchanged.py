@@ -78,8 +78,8 @@ def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: ProbeWorkspace, t
     if definition is None or not definition.keys:  # a check looks at the result of a step that is among those already
         return True
     names = {key.to_user_string() for key in definition.keys}
-    acting = {name for each in map(of_strategy, list_strategies()) for name in (each.promoted, each.decision)}
-    if names & acting:
+    acting = ({each.promoted, each.decision, each.observed} for each in map(of_strategy, list_strategies()))
+    if names & set().union(*acting):
         return False  # its function must not be called to probe it
     check = next((found for name, found in INPUT_CHECKS.items() if name in names), None)
     try:

@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from draftworks.evaluation.ladder.statistics import Interval
+from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.production.acceptance import WindowAcceptance
 from draftworks.production.observer import UNKNOWN_DRAFT
 from draftworks.production.readings import Window, split_windows
 from draftworks.production.standing import GAP_S, ServerStanding
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "server",
     "kind",
     "strategy",
@@ -155,3 +156,23 @@ def _format_draft(standing: ServerStanding) -> str:
 
 def _format_interval(interval: Interval | None, sign: str = "") -> str:
     return f" ({NO_INTERVAL})" if interval is None else f" ({interval.low:{sign}.3f} to {interval.high:{sign}.3f})"
+
+
+def render_markdown(standings: Sequence[ServerStanding]) -> str:
+    """Return the table of servers with its caption and notes, and what could not be read, as Markdown."""
+    rows = [dict(zip(COLUMNS, format_row(one), strict=True)) for one in standings]
+    problems = [one.observation.problem for one in standings if one.observation.problem is not None]
+    notes = "\n".join(f"* {each}" for each in [*problems, *list_notes(standings)])
+    return f"{render_table(rows, COLUMNS)}\n\n{CAPTION}\n\n{notes}\n"
+
+
+def select_figures(standings: Sequence[ServerStanding]) -> dict[str, float]:
+    """Return accepted tokens per pass and the difference from the first hours by server, for plots over time."""
+    found: dict[str, float] = {}
+    for one in standings:
+        value = one.gauge if one.now is None else one.now.value
+        if value is not None:
+            found[f"accepted_per_pass_{one.server}"] = value
+        if one.difference is not None:
+            found[f"difference_{one.server}"] = one.difference.value
+    return found

@@ -30,6 +30,7 @@ class StrategyAssets(NamedTuple):
     export_recipe: str
     promoted: str
     decision: str
+    observed: str
 
 
 class EvalSetAssets(NamedTuple):
