@@ -13,7 +13,7 @@ SHORT = (
     Settings(seed=0, targets=24, step_hours=12, resamples=300),
     Settings(seed=1, targets=24, step_hours=12, resamples=300),
 )
-FULL = tuple(Settings(seed=seed, targets=100, step_hours=1, resamples=2000) for seed in range(10, 14))
+FULL = tuple(Settings(seed=seed, targets=100, step_hours=1, resamples=500) for seed in range(10, 13))
 
 
 @pytest.fixture(scope="module")

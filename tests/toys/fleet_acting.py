@@ -18,6 +18,7 @@ from draftworks.decision.record import Choice
 ANSWERS, ANSWER_DAYS, AGREES = 0.7, (0.5, 10.0), 0.8
 WITHDRAWN = 0.02
 """Share of the runs that Dagster never starts."""
+OVERRUN = 1.1
 WEEK_HOURS = WEEK_S / HOUR_S
 
 
@@ -156,14 +157,14 @@ class Acting:
                 self.violations.append(f"{step.target}: {step.choice} twice for {charge.subject}")
 
     def _correct_running(self, hour: float) -> None:
-        """Do what the sensor does meanwhile: what a training took so far counts where it is more than its estimate."""
+        """Do what the sensor does meanwhile: one that takes more than its charge is charged 1.1 times what it took."""
         for run, charge in self._runs.items():
             member = self.year.members[charge.target]
             assert member.running is not None
             assert member.running.run == run
             taken = (hour - member.running.begins) * RANKS
-            if taken > charge.hours:
-                self._correct(charge, taken, hour, Outcome.OPEN)
+            if taken > self.ledger.entries[charge.id].hours:
+                self._correct(charge, OVERRUN * taken, hour, Outcome.OPEN)
 
     def _correct(self, charge: Charge, hours: float, hour: float, outcome: Outcome) -> None:
         self.ledger = self.ledger.add(Correction(charge.id, hours, hour * HOUR_S, outcome))

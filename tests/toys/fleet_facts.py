@@ -32,7 +32,7 @@ calls nothing of the product and has two functions:
             "margin": 0.03,
             "least_prompts": 20,
             "promotions": [                     # of drafts for the target's present weights, oldest first, each draft once
-                {"draft": "d1", "on": None},    # its record has no figures of this eval set
+                {"draft": "d1", "on": None},    # its records have no figures of this eval set
                 {"draft": "d2", "on": {"reference": None, "difference": None}},     # figures, but nothing to compare with
                 {"draft": "d3", "on": {"reference": "d2", "difference": 0.04}},     # d3 minus d2
             ],
@@ -41,6 +41,9 @@ calls nothing of the product and has two functions:
                 "d3": {"difference": 0.02, "low": -0.01, "high": 0.05, "prompts": 150},     # new draft minus d3
             },
         }
+
+    Of a draft that was promoted again the figures are those of the first time; if only later records have any, it counts as
+    measured, with nothing to compare with.
 
     A digest is a name and nothing else. What the pages leave open about the best draft: a draft with no difference in its
     figures, or none on this eval set, is as good as the best one before it (0 for the first); of equally good drafts the
@@ -68,13 +71,15 @@ def describe_promotion(
     """Return the facts of `oracle_promote`."""
     promotions: dict[str, dict[str, Any]] = {}
     for record in history:
-        if record.draft.target_digest != target_digest or record.draft.digest in promotions:
+        if record.draft.target_digest != target_digest:
             continue
         on = next((one for one in record.figures if one.eval_set == eval_set), None)
-        promotions[record.draft.digest] = {
-            "draft": record.draft.digest,
-            "on": None if on is None else {"reference": on.reference, "difference": on.difference},
-        }
+        found = promotions.get(record.draft.digest)
+        if found is None:
+            figures = None if on is None else {"reference": on.reference, "difference": on.difference}
+            promotions[record.draft.digest] = {"draft": record.draft.digest, "on": figures}
+        elif found["on"] is None and on is not None:
+            found["on"] = {"reference": None, "difference": None}
     return {
         "eval_set": eval_set,
         "margin": margin,

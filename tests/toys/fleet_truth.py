@@ -86,10 +86,15 @@ def true_value(mean: float) -> float:
 
     Accepted tokens and passes are each summed first; a prompt that is easy has fewer passes.
     """
-    points, weights = np.polynomial.hermite_e.hermegauss(80)
+    points, weights = _find_nodes()
     values = _limit(mean + points * np.hypot(EASE, TASTE))
     passes = weights / (1 + values)
     return float((values * passes).sum() / passes.sum())
+
+
+@cache
+def _find_nodes() -> tuple[np.ndarray, np.ndarray]:
+    return np.polynomial.hermite_e.hermegauss(80)
 
 
 def _limit(values: np.ndarray) -> np.ndarray:
