@@ -150,9 +150,12 @@ class FleetYear:
             self.at(hour + float(member.rng.uniform(*EVALUATION_HOURS)), lambda now: self._evaluate(member, now))
 
     def _evaluate(self, member: Member, hour: float) -> None:
-        """Do what `automation: true` does after a change: measure the newest draft, and decide."""
+        """Do what the job `evaluate` does: measure the newest draft, and the one in service if it is not that, and decide."""
         if member.target.drafts:
             member.service.evaluate(member.target.newest)
+            record = member.service.in_service
+            if record is not None:
+                member.service.evaluate(member.target.find_draft(record.draft.digest))
             self._decide(member, hour)
 
     def _end(self, member: Member, training: Training, hour: float) -> None:
