@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "toys")]
 
 from fleet_figures import Figures, simulate  # noqa: E402
-from fleet_year import Settings  # noqa: E402
+from fleet_simulation import Settings  # noqa: E402
 
 FIRST_SEED = 10
 

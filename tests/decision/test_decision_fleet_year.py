@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from decision_oracle import oracle_count_prompts, oracle_decide, oracle_promote
 from fleet_figures import Year, simulate
-from fleet_year import Settings
+from fleet_simulation import Settings
 
 SHORT = (
     Settings(seed=0, targets=24, step_hours=12, resamples=300),

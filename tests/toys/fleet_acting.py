@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+from fleet_simulation import FleetYear, Member
 from fleet_world import RANKS, Training
-from fleet_year import FleetYear, Member
 
 from draftworks.config.budget import BudgetSpec
 from draftworks.decision.answers import Answer, Answers, Hold

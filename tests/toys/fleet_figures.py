@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fleet_acting import Acting
 from fleet_outcome import Outcome
-from fleet_year import FleetYear, Settings
+from fleet_simulation import FleetYear, Settings
 
 from draftworks.config.budget import BudgetSpec
 
