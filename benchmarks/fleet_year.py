@@ -13,8 +13,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,8 +24,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "toys")]
 
-from fleet_figures import Figures, simulate  # noqa: E402
-from fleet_simulation import Settings  # noqa: E402
+figures, simulation = import_module("fleet_figures"), import_module("fleet_simulation")
 
 FIRST_SEED = 10
 
@@ -37,14 +37,15 @@ def main(
     resamples: Annotated[int, typer.Option(min=1)] = 500,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    found: list[Figures] = []
+    found: list[Any] = []
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         with tempfile.TemporaryDirectory() as folder:
-            found.append(simulate(Settings(seed, targets, days, step_hours, resamples), Path(folder)).figures)
+            settings = simulation.Settings(seed, targets, days, step_hours, resamples)
+            found.append(figures.simulate(settings, Path(folder)).figures)
         if json_path is not None:
             json_path.write_text(json.dumps([asdict(each) for each in found], indent=1))
     table = Table("", *(f"seed {FIRST_SEED + number}" for number in range(seeds)))
-    for name in Figures.__dataclass_fields__:
+    for name in figures.Figures.__dataclass_fields__:
         table.add_row(name.replace("_", " "), *(format_value(getattr(each, name)) for each in found))
     Console(width=160).print(table)
 
