@@ -30,6 +30,7 @@ def test_a_target_lacks_all_of_the_strategies_that_it_does_not_use_and_what_it_h
         "fp8_gate",
         "eagle3_promoted",
         "eagle3_decision",
+        "eagle3_observed",
     }
 
 
@@ -43,10 +44,19 @@ def test_a_target_lacks_all_of_the_strategies_that_it_does_not_use_and_what_it_h
         ("", ("{dtype: float32", "{storage: fp8, dtype: bfloat16"), {"fp8_gate"}),
         ("service: {}\n", ("", ""), {"eagle3_promoted"}),
         ("service: {}\ndecision: {}\n", ("", ""), {"eagle3_promoted", "eagle3_decision"}),
+        (
+            "servers: [{name: a, url: 'https://a', kind: vllm, strategy: eagle3}]\n",
+            ("", ""),
+            {"eagle3_observed"},
+        ),
     ],
 )
 def test_what_a_target_wants_decides_what_it_has(site, more, change, more_or_less):
-    usual = EVERYTHING_OF_OTHERS | {"eagle3_serving", "fp8_gate", "eagle3_promoted", "eagle3_decision"}
+    usual = (
+        EVERYTHING_OF_OTHERS
+        | {"eagle3_serving", "fp8_gate", "eagle3_promoted", "eagle3_decision"}
+        | {"eagle3_observed"}
+    )
     assert set(unused_of(site, more, change)) == usual ^ more_or_less
 
 
