@@ -16,10 +16,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from draftworks.evaluation.ladder.statistics import PairedDifference
 from draftworks.service.record import EvalFigures, InService
+
+if TYPE_CHECKING:  # numpy, which no sensor needs
+    from draftworks.evaluation.ladder.statistics import PairedDifference
 
 CONFIDENCE = 0.95
 
