@@ -139,7 +139,10 @@ def request_training(step: Step, decision: Decision) -> dg.RunRequest:
         job_name=name_training_job(step.choice, step.strategy),
         partition_key=step.target,
         run_config=config,
-        tags={CHARGE_TAG: step.charge.id, BECAUSE_TAG: f"decision {decision.number}: {step.choice}; {step.reason}"},
+        tags={
+            CHARGE_TAG: step.charge.id,
+            BECAUSE_TAG: f"decision {decision.number}: {step.choice}; {step.reason}; {step.figures}",
+        },
     )
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import takewhile
+from typing import NamedTuple
 
 from draftworks.config.budget import BudgetSpec
 from draftworks.config.decision import DecisionSpec
 from draftworks.decision.answers import Answer, Answers
 from draftworks.decision.budget import HOUR_S, ROUNDING, Charge, Entry, Ledger, Outcome
-from draftworks.decision.record import Choice, Decision
+from draftworks.decision.record import Choice, Decision, EvalLoss
 from draftworks.storage.identity import digest
 
 ALLOWED = {
@@ -80,6 +81,8 @@ class Step:
     Attributes:
         choice: what is to be done in the end: the decision's choice, or a person's.
         reason: in words.
+        figures: the loss that the decision was made by, its interval and its eval set; where the step is START, also the
+            GPU-hours that it is charged and those that are left.
         priority: traffic x loss.
         hours: estimate in GPU-hours; None if it is not known, or nothing is to be done.
         charge: what to add to the ledger before the run is submitted; for START alone.
@@ -90,6 +93,7 @@ class Step:
     action: Action
     choice: Choice
     reason: str
+    figures: str = ""
     priority: float = 0.0
     hours: float | None = None
     charge: Charge | None = None
@@ -118,8 +122,25 @@ def plan_actions(state: FleetState, now: float) -> list[Step]:
 
 def measure_priority(decision: Decision, traffic: float) -> float:
     """Return traffic x loss: the largest loss of the eval sets that call for the decision's choice, at least 0."""
-    losses = [one.loss for one in decision.figures if one.loss is not None and one.choice is decision.choice]
-    return traffic * max(0.0, max(losses, default=decision.largest_loss))
+    found = _find_decisive(decision)
+    return 0.0 if found is None or found.loss is None else traffic * max(0.0, found.loss)
+
+
+def describe_decisive_loss(decision: Decision) -> str:
+    """Return the loss that the priority is calculated from, with its interval and eval set."""
+    found = _find_decisive(decision)
+    if found is None or found.loss is None or found.low is None or found.high is None:
+        return "no loss is known"
+    return (
+        f"lost {found.loss:+.3f} accepted tokens per pass ({found.low:+.3f} to {found.high:+.3f}) on {found.eval_set}"
+    )
+
+
+def _find_decisive(decision: Decision) -> EvalLoss | None:
+    """Return the eval set with the largest loss of those that call for the choice, or of all if none of them has one."""
+    known = [one for one in decision.figures if one.loss is not None]
+    deciding = [one for one in known if one.choice is decision.choice]
+    return max(deciding or known, key=lambda one: one.loss or 0.0, default=None)
 
 
 def estimate_hours(decision: Decision, choice: Choice, attempts: Sequence[Entry], budget: BudgetSpec) -> float | None:
@@ -143,10 +164,10 @@ def _judge(decision: Decision, state: FleetState, attempts: Sequence[Entry], wor
     target = state.targets[decision.target]
     answer = state.answers.find(decision)
     choice = decision.choice if answer is None else answer.choice
-    priority = measure_priority(decision, target.settings.traffic)
+    priority, figures = measure_priority(decision, target.settings.traffic), describe_decisive_loss(decision)
 
     def step(action: Action, reason: str, hours: float | None = None, charge: Charge | None = None) -> Step:
-        return Step(decision.target, decision.strategy, action, choice, reason, priority, hours, charge)
+        return Step(decision.target, decision.strategy, action, choice, reason, figures, priority, hours, charge)
 
     if choice is Choice.KEEP:
         return step(Action.KEEP, "the draft is kept" + (f", {answer.describe()}" if answer else ""))
@@ -169,7 +190,7 @@ def _judge(decision: Decision, state: FleetState, attempts: Sequence[Entry], wor
     own = [each for each in attempts if (each.charge.subject, each.charge.choice) == (decision.subject, choice)]
     earlier = _explain_attempts(own, choice, answer, state.budget, now)
     if earlier is not None:
-        return step(Action.WAIT, earlier)
+        return step(earlier.action, earlier.reason)
     if answer is None and choice not in ALLOWED[target.settings.act]:
         return step(
             Action.ASK, f"a {choice} waits for a person, act is {target.settings.act}: draftworks accept, or hold"
@@ -197,21 +218,32 @@ def _judge(decision: Decision, state: FleetState, attempts: Sequence[Entry], wor
     return step(Action.START, why, hours, charge)
 
 
+class _NotAgain(NamedTuple):
+    """Why a training is not begun again, and whether a person is asked."""
+
+    action: Action
+    reason: str
+
+
 def _explain_attempts(
     attempts: Sequence[Entry], choice: Choice, answer: Answer | None, budget: BudgetSpec | None, now: float
-) -> str | None:
+) -> _NotAgain | None:
     """Return why a training is not begun again that was begun for this subject; None if it is. An answer that came
     after the last try starts another one at once."""
     tried = [each for each in attempts if each.outcome is not Outcome.WITHDRAWN]
     if not tried or (answer is not None and answer.at > tried[-1].charge.at):
         return None
     if tried[-1].outcome is Outcome.SUCCEEDED:
-        return f"a {choice} was made for this: waits for another decision, or draftworks accept"
+        # The rule of promotion has refused what it made, or the decision would be about another draft: only a person goes on.
+        said = f"a {choice} was made for this and is not in service: look at it, then draftworks accept, or hold"
+        return _NotAgain(Action.ASK, said)
     counted = [each for each in tried if answer is None or each.charge.at >= answer.at]
     failures = len(list(takewhile(lambda each: each.outcome is Outcome.FAILED, reversed(counted))))
     pause = compute_backoff(failures, budget)
     until = tried[-1].at + pause * HOUR_S
-    return None if now >= until else f"a {choice} failed {failures} times in a row: tried again after {pause:g} h"
+    if now >= until:
+        return None
+    return _NotAgain(Action.WAIT, f"a {choice} failed {failures} times in a row: tried again after {pause:g} h")
 
 
 def compute_backoff(failures: int, budget: BudgetSpec | None) -> float:
@@ -239,10 +271,12 @@ def _spend(steps: Sequence[Step], state: FleetState, now: float) -> list[Step]:
                 first = each
                 reason = f"needs {each.hours:.3g} GPU-hours, {max(limit - used, 0):.3g} of {limit:g} are left this week"
         if reason is not None:
-            done.append(Step(each.target, each.strategy, Action.WAIT, each.choice, reason, each.priority, each.hours))
+            done.append(replace(each, action=Action.WAIT, reason=reason, charge=None))
             continue
         if each.action is Action.START and each.hours is not None:
+            cost = f"{each.hours:.3g} GPU-hours, {max(limit - used, 0):.3g} of {limit:g} were left this week"
             used += each.hours
             begun.add(each.target)
+            each = replace(each, figures=f"{each.figures}; {cost}")
         done.append(each)
     return done

@@ -120,6 +120,13 @@ def test_the_largest_traffic_times_loss_is_first_and_names_break_ties():
     assert started(plan_actions(state, NOW)) == ["a", "b", "c", "d"]
 
 
+def test_a_step_names_the_loss_and_a_start_its_hours():
+    steps = plan_actions(fleet(decided("a", loss=0.4, retrain=80), decided("b", loss=0.1, retrain=15)), NOW)
+    assert "on heldout; 80 GPU-hours, 100 of 100 were left this week" in steps[0].figures
+    assert "on heldout; 15 GPU-hours, 20 of 100 were left this week" in steps[1].figures
+    assert steps[0].figures.startswith("lost +0.400 accepted tokens per pass (")
+
+
 def test_a_cheap_one_waits_behind_an_expensive_one_that_does_not_fit():
     state = fleet(decided("big", loss=0.9, retrain=80), decided("small", loss=0.1, retrain=1), limit=100)
     old = charged("old", 30.0, NOW - DAY)
@@ -212,10 +219,12 @@ def test_what_failed_for_another_subject_does_not_count():
 
 def test_what_was_made_is_not_made_again_until_something_changes_or_a_person_asks():
     made = with_attempts(Outcome.SUCCEEDED)
-    assert "was made" in plan_one(fleet(decided(), ledger=made), NOW + 99 * DAY).reason
+    again = plan_one(fleet(decided(), ledger=made), NOW + 99 * DAY)
+    assert again.action is Action.ASK
+    assert "was made" in again.reason
     assert plan_one(fleet(decided(subject="new"), ledger=made)).action is Action.START
     assert plan_one(fleet(decided(choice=Choice.TUNE), ledger=made)).action is Action.START
-    assert plan_one(fleet(decided(), ledger=made, answers=answered(Choice.RETRAIN, NOW))).action is Action.WAIT
+    assert plan_one(fleet(decided(), ledger=made, answers=answered(Choice.RETRAIN, NOW))).action is Action.ASK
     assert plan_one(fleet(decided(), ledger=made, answers=answered(Choice.RETRAIN, NOW + 1))).action is Action.START
 
 

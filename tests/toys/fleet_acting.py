@@ -175,7 +175,7 @@ class Acting:
             return
         self._said[step.target] = said
         self.steps[str(step.action)] += 1
-        self.reasons.append(step.reason)
+        self.reasons.append(f"{step.reason}; {step.figures}")
         if step.action is Action.ASK:
             self._ask(step, hour)
 
