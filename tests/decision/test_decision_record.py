@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kill_points import killed_before
 
 from draftworks.decision.record import (
     Choice,
@@ -140,3 +142,19 @@ def test_writers_at_once_leave_every_decision_once(tmp_path: Path):
     history = read_decision_history(tmp_path, "small", "eagle3")
     assert [one.number for one in history] == list(range(1, 11))
     assert sorted(one.subject for one in history) == [f"{name}{index}" for name in "ab" for index in range(5)]
+
+
+def test_a_kill_leaves_one_whole_decision_and_the_next_save_goes_on(tmp_path: Path):
+    """At every use of the file system: the newest one is the former or the new one, and no number is lost or given twice."""
+    second = replace(DECISION, subject="cdef", choice=Choice.RETRAIN)
+    for event in itertools.count():
+        var = tmp_path / str(event)
+        first = save_decision(var, DECISION)
+        killed = killed_before(event, lambda var=var: save_decision(var, second))
+        assert find_decision(var, "small", "eagle3") in (first, replace(second, number=2))
+        saved = save_decision(var, second)
+        assert read_decision_history(var, "small", "eagle3") == [first, saved]
+        assert saved == replace(second, number=2)
+        if not killed:
+            break
+    assert event > 10
