@@ -110,7 +110,11 @@ def test_a_tracker_that_hangs_holds_up_neither_steps_nor_an_interruption(
         released.wait(30)
         return MemoryTracker(make_draft(tmp_path).make_run(run_id))
 
-    observers = [BackgroundTracker("slow", lambda: SentSteps(tmp_path, "abc"), hang, warnings.append) for _ in range(3)]
+    folders = [tmp_path / str(number) for number in range(3)]  # each tracker has one of its own
+    observers = [
+        BackgroundTracker("slow", lambda folder=folder: SentSteps(folder, "abc"), hang, warnings.append)
+        for folder in folders
+    ]
     began = time.monotonic()
     with pytest.raises(Interrupted):
         report_until(Interrupted(15), observers)
