@@ -34,22 +34,34 @@ class _Server(ThreadingHTTPServer):
 def json_server(answer: Callable[[Request], Reply]) -> Iterator[str]:
     """Serve POST requests by `answer`, each in a thread of its own; yields the address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             reply = answer(Request(self.path, dict(self.headers), body))
             if reply.status == 0:
                 return
             content = (reply.value if isinstance(reply.value, str) else json.dumps(reply.value)).encode()
-            self.send_response(reply.status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.reply(reply.status, content)
 
-        def log_message(self, *args: Any) -> None:
-            """A test's output is its own."""
+    with serve(Handler) as url:
+        yield url
 
-    server = _Server(("127.0.0.1", 0), Handler)
+
+class QuietHandler(BaseHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        """A test's output is its own."""
+
+    def reply(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@contextmanager
+def serve(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve requests on a free port of this machine, each in a thread of its own; yields the address."""
+    server = _Server(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from json_server import QuietHandler, serve
 
 MODEL = "models/small"
 SGLANG_LABELS = f'{{engine_type="unified",model_name="{MODEL}"}}'
@@ -34,18 +34,11 @@ class Pages:
         return found() if callable(found) else found
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that stopped waiting is part of the test."""
-
-
 @contextmanager
 def serve_pages(pages: Pages) -> Iterator[str]:
     """Serve GET requests on a free port of this machine; yields the address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             pages.keys.append(self.headers.get("Authorization"))
             time.sleep(pages.delay_s)
@@ -54,21 +47,10 @@ def serve_pages(pages: Pages) -> Iterator[str]:
             if isinstance(value, (dict, list)):
                 value = json.dumps(value)
             content = value if isinstance(value, bytes) else value.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.reply(status, content)
 
-        def log_message(self, *args: Any) -> None:
-            """A test's output is its own."""
-
-    server = _Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serve(Handler) as url:
+        yield url
 
 
 def sglang_pages(

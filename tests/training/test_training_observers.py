@@ -8,41 +8,24 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from tracker_toys import RESULT, make_point
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.evaluation.result import EvalResult
-from draftworks.training.history import EvalPoint, History, TrainPoint
+from draftworks.training.history import EvalPoint, History
 from draftworks.training.observers import ProgressReport, TensorBoardLog, estimate_remaining_s
 from draftworks.training.plots import draw_training_figure, render_training_plot
-
-RESULT = EvalResult(20.0, 10.0, 30, {"acc_corrects": (5.0, 2.0), "acc_denoms": (10.0, 8.0)})
-
-
-def point(step: int, loss: float | None) -> TrainPoint:
-    return TrainPoint(
-        step=step,
-        epoch=step / 10,
-        loss=loss,
-        accuracy=0.5,
-        simulated_acc_len=0.6,
-        lr=1e-3,
-        grad_norm=0.4,
-        tokens=100,
-        tokens_per_s=50.0,
-        seconds=2.0 * step,
-    )
 
 
 @pytest.fixture
 def history() -> History:
-    points = [point(step, loss) for step, loss in ((1, 4.0), (2, None), (3, 2.0), (4, 1.0))]
+    points = [make_point(step, loss) for step, loss in ((1, 4.0), (2, None), (3, 2.0), (4, 1.0))]
     return History(8, points, [EvalPoint(4, 8.0, RESULT)])
 
 
 def test_progress_has_loss_speed_and_time_left() -> None:
     told = []
     report = ProgressReport(lambda values, *, force=False: told.append(values))
-    report.on_train(point(4, 1.0), total_steps=8)
+    report.on_train(make_point(4, 1.0), total_steps=8)
     report.on_eval(EvalPoint(4, 8.0, RESULT))
     assert told[0]["step"] == "4/8"
     assert (told[0]["loss"], told[0]["tokens/s"], told[0]["eta_s"]) == (1.0, 50, 8)
@@ -52,14 +35,14 @@ def test_progress_has_loss_speed_and_time_left() -> None:
 def test_evaluations_and_the_last_step_force_their_way() -> None:
     forced = []
     report = ProgressReport(lambda values, *, force=False: forced.append(force))
-    report.on_train(point(7, 1.0), total_steps=8)
+    report.on_train(make_point(7, 1.0), total_steps=8)
     report.on_eval(EvalPoint(7, 8.0, RESULT))
-    report.on_train(point(8, 1.0), total_steps=8)
+    report.on_train(make_point(8, 1.0), total_steps=8)
     assert forced == [False, True, True]
 
 
 def test_time_left_is_zero_at_the_end() -> None:
-    assert estimate_remaining_s(point(8, 1.0), 8) == 0.0
+    assert estimate_remaining_s(make_point(8, 1.0), 8) == 0.0
 
 
 def test_smoothed_losses_leave_out_points_without_loss(history: History) -> None:
@@ -70,7 +53,7 @@ def test_smoothed_losses_leave_out_points_without_loss(history: History) -> None
 
 def test_losses_of_nothing_are_none() -> None:
     empty = History(3)
-    unsupervised = History(3, [point(1, None), point(3, None)])
+    unsupervised = History(3, [make_point(1, None), make_point(3, None)])
     for history in (empty, unsupervised):
         assert history.first_loss() is None
         assert history.last_loss() is None
@@ -78,9 +61,9 @@ def test_losses_of_nothing_are_none() -> None:
 
 
 def test_first_and_last_loss_differ_from_two_points_on() -> None:
-    history = History(3, [point(1, 4.0)])
+    history = History(3, [make_point(1, 4.0)])
     assert (history.first_loss(), history.last_loss()) == (4.0, 4.0)
-    history.train.append(point(3, 2.0))
+    history.train.append(make_point(3, 2.0))
     assert (history.first_loss(), history.last_loss()) == (4.0, 2.0)
 
 
