@@ -80,11 +80,11 @@ class StoredResult:
 
 def list_asset_folders(var: Path, target: str | None = None) -> Iterator[Path]:
     """Yield the folders `var/ASSET/TARGET`, of one target or of all."""
-    for asset in _list_folders(var):
+    for asset in list_folders(var):
         if asset.name not in NO_RESULTS:
             folder = Path(asset.path)
             if target is None:
-                yield from (Path(each.path) for each in _list_folders(asset.path))
+                yield from (Path(each.path) for each in list_folders(asset.path))
             elif (folder / target).is_dir():
                 yield folder / target
 
@@ -92,7 +92,7 @@ def list_asset_folders(var: Path, target: str | None = None) -> Iterator[Path]:
 def read_results(folder: Path) -> Iterator[StoredResult]:
     """Yield the results in a folder `var/ASSET/TARGET`; those whose record cannot be read are logged and left out."""
     current = _read_pointer(folder)
-    for entry in _list_folders(folder):
+    for entry in list_folders(folder):
         name = entry.name
         if name == LOCK or name.endswith(UNPUBLISHED):
             continue
@@ -185,7 +185,8 @@ def _read_pointer(folder: Path) -> str | None:
         return None
 
 
-def _list_folders(path: str | Path) -> list[os.DirEntry[str]]:
+def list_folders(path: str | Path) -> list[os.DirEntry[str]]:
+    """Return the folders in a folder by name, without links; none where it is not there. No file is stat'ed."""
     try:
         with os.scandir(path) as entries:
             return sorted((each for each in entries if each.is_dir(follow_symlinks=False)), key=lambda each: each.name)

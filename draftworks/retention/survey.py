@@ -17,7 +17,13 @@ from draftworks.retention.references import UsedResults, find_best, find_used
 from draftworks.retention.removable import Item
 from draftworks.retention.scores import read_score
 from draftworks.retention.served_drafts import list_served
-from draftworks.retention.stored_results import StoredResult, list_asset_folders, measure_folder, read_results
+from draftworks.retention.stored_results import (
+    StoredResult,
+    list_asset_folders,
+    list_folders,
+    measure_folder,
+    read_results,
+)
 from draftworks.storage.artifacts import UNPUBLISHED
 from draftworks.storage.asset_names import TRAINING_FEATURES
 from draftworks.storage.regular_files import read_json
@@ -116,7 +122,7 @@ class _Results:
     def list_used_sets(self, var: Path) -> list[Path]:
         """Return the folders of the feature sets in use, those of eval features too."""
         sets = [each.path for each in self.everything if each.asset == TRAINING_FEATURES and each in self.used]
-        return sets + [path for path in _list_folders(var / "eval_cache") if path.name in self.mentioned]
+        return sets + [path for path in _list_paths(var / "eval_cache") if path.name in self.mentioned]
 
     def estimate_seconds(self, weights: str, nbytes: int) -> float:
         """Return how long a capture of so many bytes took with these weights; infinite if nobody knows."""
@@ -175,8 +181,8 @@ def _look_at_features(place: Place, results: _Results) -> Iterator[_Found]:
 
 def _look_at_shared(place: Place, results: _Results) -> Iterator[_Found]:
     """Yield eval features and answers, which targets of the same weights share."""
-    entries = [("eval_features", path, _read_weights(path)) for path in _list_folders(place.var / "eval_cache")]
-    entries += [("answers", path, path.name) for path in _list_folders(place.var / "answers")]
+    entries = [("eval_features", path, _read_weights(path)) for path in _list_paths(place.var / "eval_cache")]
+    entries += [("answers", path, path.name) for path in _list_paths(place.var / "answers")]
     for kind, path, weights in entries:
         size = measure_folder(path)
         item = Item(
@@ -195,7 +201,7 @@ def _look_at_shared(place: Place, results: _Results) -> Iterator[_Found]:
 
 def _look_at_runs(place: Place) -> Iterator[_Found]:
     days = place.settings.runs_days
-    for path in _list_folders(place.var / "runs"):
+    for path in _list_paths(place.var / "runs"):
         size = measure_folder(path)
         why = f"no file of this run was written to for {days:g} days"
         item = Item("runs", "", f"run {path.name}", path, size.nbytes, 0.0, size.newest, why)
@@ -204,9 +210,14 @@ def _look_at_runs(place: Place) -> Iterator[_Found]:
 
 def _look_at_unfinished(place: Place) -> Iterator[_Found]:
     """Yield what interrupted work has left: results that were being made, and streams."""
-    made = [path for folder in list_asset_folders(place.var) for path in _list_folders(folder)]
-    streams = [path for folder in _list_folders(place.var / "streams") for path in _list_folders(folder)]
-    for path in [*(path for path in made if path.name.endswith(UNPUBLISHED)), *streams]:
+    made = [
+        Path(entry.path)
+        for folder in list_asset_folders(place.var)
+        for entry in list_folders(folder)
+        if entry.name.endswith(UNPUBLISHED)
+    ]
+    streams = [path for folder in _list_paths(place.var / "streams") for path in _list_paths(folder)]
+    for path in [*made, *streams]:
         size, target = measure_folder(path), path.parent.name
         item = Item(
             kind="unfinished",
@@ -243,8 +254,5 @@ def _read_weights(entry: Path) -> str:
         return ""
 
 
-def _list_folders(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _list_paths(folder: Path) -> list[Path]:
+    return [Path(entry.path) for entry in list_folders(folder)]
