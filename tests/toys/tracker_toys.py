@@ -48,6 +48,13 @@ def report_session(spec: TrackersSpec, out: Path, begin: int, end: int, every: i
     return warnings
 
 
+def report_two_sessions(values: dict, out: Path) -> None:
+    """Report a training that was ended after step 21 and goes on from step 1."""
+    spec = TrackersSpec.model_validate(values)
+    assert report_session(spec, out, 1, 21) == []
+    assert report_session(spec, out, 1, 31) == []
+
+
 @dataclass
 class MemoryTracker:
     """Keeps what it is told; raises at the figure of number `breaks_at`."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tracker_toys import RESULT, make_draft, make_point, report_session
+from tracker_toys import RESULT, make_draft, make_point, report_session, report_two_sessions
 
 from draftworks.config.trackers import TrackersSpec
 from draftworks.training.history import EvalPoint
@@ -18,13 +21,6 @@ from draftworks.training.scalars import list_eval_scalars, list_train_scalars
 pytestmark = pytest.mark.trackers
 NAMES = {*list_train_scalars(make_point(1)), *list_eval_scalars(EvalPoint(1, 1.0, RESULT))}
 STEPS = [1, 11, 21, 31]
-
-
-def report_two_sessions(values: dict, out: Path) -> None:
-    """Report a training that was ended after step 21 and goes on from step 1."""
-    spec = TrackersSpec.model_validate(values)
-    assert report_session(spec, out, 1, 21) == []
-    assert report_session(spec, out, 1, 31) == []
 
 
 def read_wandb_records(content: bytes) -> Iterator[bytes]:
@@ -93,7 +89,12 @@ def test_mlflow_that_cannot_be_reached_is_a_warning(tmp_path: Path, monkeypatch:
 
 
 def test_trackio(tmp_path: Path) -> None:
-    report_two_sessions({"trackio": {"project": "drafts", "folder": str(tmp_path / "curves")}}, tmp_path / "out")
+    """In a process of its own: the library reads its folder once, and another test has told it another one."""
+    values = {"trackio": {"project": "drafts", "folder": str(tmp_path / "curves")}}
+    session = "from pathlib import Path; from tracker_toys import report_two_sessions; "
+    session += f"report_two_sessions({values}, Path({str(tmp_path / 'out')!r}))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", session], check=True, env=environment)
     with sqlite3.connect(tmp_path / "curves" / "drafts.db") as database:
         found = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     assert len({name for name, _, _ in found}) == 1
