@@ -166,10 +166,13 @@ def _count_conversations(subject: PlanSubject, part: _Part, sample: DataSample |
         usable = related.summary["rows"] - related.summary["rejected"] - related.summary["duplicates"]
         return Estimate.exactly(usable if limit is None else min(usable, limit)) * share
     if sample is None and limit is None:
+        name = subject.target.name
+        own = part.eval_set == HELDOUT
+        key = f"data.max_conversations of target {name}" if own else f"max_conversations of evals/{part.eval_set}.yaml"
         raise ConfigError(
-            f"target {subject.target.name}: a plan needs the number of conversations: the data of eval set or target "
-            f"{part.eval_set} lies elsewhere. Set max_conversations, or run: draftworks run prepare --target "
-            f"{subject.target.name}"
+            f"target {name}: a plan needs the number of conversations of {'its data' if own else part.eval_set}, which is "
+            f"not known before they are prepared: the files lie elsewhere, or have served prompts. Set {key}, or run: "
+            f"draftworks run prepare --target {name}"
         )
     if sample is None:
         return Estimate.exactly(float(limit or 0)) * share

@@ -74,6 +74,7 @@ def accept(
         if choice is not None and choice not in ("keep", "tune", "retrain"):
             raise ConfigError(f"--choice: expected keep, tune or retrain, found {choice!r:.50}")
         file = open_answers(registry, target)
+        earlier = file.read().given.get((target, strategy))
         given = file.accept(
             target, strategy, None if choice is None else Choice(choice), _name(who), why or "", time.time()
         )
@@ -81,6 +82,11 @@ def accept(
         raise report_error(error) from None
     held = file.read().holds.get(target)
     typer.echo(f"{given.choice} of the {strategy} draft of {target} is accepted {given.describe()}")
+    if earlier is not None and (earlier.subject, earlier.choice) != (given.subject, given.choice):
+        about = "" if earlier.subject == given.subject else ", about an earlier decision"
+        typer.echo(f"the answer before it: {earlier.choice}, {earlier.describe()}{about}")
+    if given.choice is Choice.KEEP:
+        typer.echo("nothing starts")
     if held is not None:
         typer.echo(f"the target is on hold {held.describe()}: nothing starts before draftworks release {target}")
 

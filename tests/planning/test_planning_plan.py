@@ -132,7 +132,9 @@ def test_what_is_not_known_is_one_clear_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="does not use the strategy 'dflash'; it uses: eagle3"):
         target.plan("dflash")
     (target.root / "registry" / "datasets" / "talks.yaml").write_text("files: ['s3://bucket/a.jsonl']\n")
-    with pytest.raises(ConfigError, match="Set max_conversations, or run: draftworks run prepare --target one"):
+    with pytest.raises(
+        ConfigError, match="Set data.max_conversations of target one, or run: draftworks run prepare --target one"
+    ):
         target.plan()
     target.edit(data={"max_conversations": 100})
     assert target.plan().amounts["train"].samples == Estimate.exactly(90)

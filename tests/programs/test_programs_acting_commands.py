@@ -53,6 +53,14 @@ def test_an_accepted_decision_starts_next(acting: ActingFleet):
     assert "tune" in say(acting, "accept", "two", "eagle3", "--choice", "tune")
 
 
+def test_an_answer_that_replaces_another_one_says_so(acting: ActingFleet):
+    say(acting, "accept", "one", "eagle3", "--choice", "tune", "--who", "you")
+    said = say(acting, "accept", "one", "eagle3", "--choice", "keep")
+    assert "the answer before it: tune, by you" in said
+    assert "nothing starts" in said
+    assert "before it" not in say(acting, "accept", "one", "eagle3", "--choice", "keep")
+
+
 def test_a_hold_is_shown_until_it_is_released(acting: ActingFleet):
     assert "on hold by me" in say(acting, "hold", "one", "--who", "me", "--why", "a test")
     assert "on hold by me" in say(acting, "decisions")
