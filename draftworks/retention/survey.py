@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +67,19 @@ class Survey:
         return dict(totals)
 
 
+@contextmanager
+def _pause_collection() -> Iterator[None]:
+    """Let no search for cycles run: among records of 100,000 results, which have none, it takes half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_pause_collection()
 def survey(place: Place) -> Survey:
     """Look at everything.
 
