@@ -128,6 +128,15 @@ lint: $(VENV)/ready
 check: $(VENV)/ready
 	$(BIN)/draftworks check
 
+# An environment in $(@D) with the packages of the first prerequisite, and all libraries of .venv behind them.
+define make-beside
+rm -rf $(@D)
+$(PYTHON) -m venv $(@D)
+$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+@$(@D)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
+	"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+endef
+
 define check-python
 @$(PYTHON) -c 'import sys; old = sys.version_info < (3, 11); \
 	old and print("$(PYTHON): expected Python 3.11 or later, found %d.%d.%d. Name another: make PYTHON=python3.12" % sys.version_info[:3], \
@@ -173,11 +182,7 @@ $(SGLANG)/ready: tools/sglang-requirements.txt tools/sglang_cpu_platform/pyproje
 # Training reads from Mooncake in its own processes, so this environment is .venv and one library more: a .pth file leads
 # to .venv's packages. Mooncake's system libraries are unpacked beside it, which needs no root, unless they are installed.
 $(MOONCAKE)/ready: tools/mooncake-requirements.txt $(VENV)/ready
-	rm -rf $(MOONCAKE)
-	$(PYTHON) -m venv $(MOONCAKE)
-	$(MOONCAKE)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
-	@$(MOONCAKE)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
-		"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(make-beside)
 	mkdir -p $(MOONCAKE)/libraries
 	@ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || { cd $(MOONCAKE)/libraries && apt-get download --quiet=2 -o APT::Sandbox::User=root $(MOONCAKE_PACKAGES) \
 		&& for package in *.deb; do dpkg -x "$$package" . || exit 1; done; } \
@@ -192,20 +197,12 @@ $(CLUSTER)/ready: tools/cluster_packages.sh $(VENV)/ready
 
 # As Mooncake's: .venv and one library more.
 $(RAY)/ready: tools/ray-requirements.txt $(VENV)/ready
-	rm -rf $(RAY)
-	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
-	@$(RAY)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
-		"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(make-beside)
 	@touch $@
 
 # As Mooncake's: .venv and three libraries more.
 $(TRACKERS)/ready: tools/trackers-requirements.txt $(VENV)/ready
-	rm -rf $(TRACKERS)
-	$(PYTHON) -m venv $(TRACKERS)
-	$(TRACKERS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
-	@$(TRACKERS)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
-		"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(make-beside)
 	@touch $@
 
 # A new SQLite instance must be opened once before two processes open it at the same time.

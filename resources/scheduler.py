@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftworks.errors import LauncherError
 from resources.torch_job import JobState, RunDir, TorchJob
 
 NAME_PREFIX = "dw-"
@@ -121,7 +122,7 @@ class Scheduler(ABC):
         Raises:
             LauncherError: the scheduler refuses that, or cannot be reached.
         """
-        raise NotImplementedError(f"{self.engine} has no arrays")
+        raise LauncherError(f"{self.engine} has no arrays, and so no copy of job {id} to start again")
 
     @abstractmethod
     def list(self) -> list[SeenJob]:

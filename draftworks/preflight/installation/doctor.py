@@ -12,9 +12,9 @@ from draftworks.config.launchers import LOCAL
 from draftworks.errors import DraftworksError
 from draftworks.preflight.installation import deployment_probes, folders, leftover_probes, machine_probes
 from draftworks.preflight.installation.dagster_probe import probe_dagster
-from draftworks.preflight.installation.masking import mask_secrets
 from draftworks.preflight.installation.probes import Line, Probe, run_probes
 from draftworks.preflight.installation.versions import probe_versions
+from draftworks.storage.masking import mask_secrets
 from draftworks.targets.registry import Registry
 
 LIMIT_S = 14.0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from draftworks.storage.masking import mask_secrets
 from draftworks.training.history import EvalPoint, TrainPoint
 from draftworks.training.scalars import list_eval_scalars, list_train_scalars
 from draftworks.training.trackers.sent_steps import SentSteps
@@ -93,12 +94,9 @@ class BackgroundTracker:
                     tracker.log(item.step, item.values)
             tracker.close(item)
         except (Exception, SystemExit) as error:
-            self._problem = hide_secrets(f"{type(error).__name__}: {error}")[:MAX_PROBLEM]
+            self._problem = describe_problem(error, os.environ)
 
 
-def hide_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a text with the values of the trackers' secrets replaced."""
-    for name in SECRETS:
-        value = environment.get(name, "").strip()
-        text = text.replace(value, "***") if value else text
-    return text
+def describe_problem(error: BaseException, environment: Mapping[str, str]) -> str:
+    """Return an error in words, without the value of any key, token or password of the environment."""
+    return mask_secrets(f"{type(error).__name__}: {error}", environment, SECRETS)[:MAX_PROBLEM]

@@ -14,7 +14,7 @@ from draftworks.distributed.stop_signals import Interrupted
 from draftworks.errors import ConfigError
 from draftworks.training.history import EvalPoint
 from draftworks.training.scalars import list_eval_scalars, list_train_scalars
-from draftworks.training.trackers.background import BackgroundTracker, hide_secrets
+from draftworks.training.trackers.background import BackgroundTracker, describe_problem
 from draftworks.training.trackers.open import make_trackers, report_to
 from draftworks.training.trackers.sent_steps import SentSteps
 from draftworks.training.trackers.tracker import Outcome, flatten_parameters
@@ -134,7 +134,9 @@ def test_outcomes_are_told_apart(tmp_path: Path) -> None:
 
 def test_no_secret_is_in_a_warning() -> None:
     environment = {"WANDB_API_KEY": "key-123", "MLFLOW_TRACKING_PASSWORD": ""}
-    assert hide_secrets("401 for key-123: denied", environment) == "401 for ***: denied"
+    assert describe_problem(OSError("401 for key-123: denied"), environment) == "OSError: 401 for ***: denied"
+    assert "hunter2" not in describe_problem(OSError("no answer of http://me:hunter2@host"), {})
+    assert describe_problem(OSError("401 for ab"), {"HF_TOKEN": "ab\n"}) == "OSError: 401 for ***"
 
 
 def test_parameters_are_flat() -> None:

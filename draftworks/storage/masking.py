@@ -13,8 +13,12 @@ _SHORTEST = 4
 
 
 def mask_secrets(text: str, env: Mapping[str, str], named: Collection[str] = ()) -> str:
-    """Return the text without the values of variables that look like secrets, and of those in `named`."""
-    secret = {env.get(name, "") for name in named} | {value for name, value in env.items() if _SECRET_NAME.search(name)}
-    for value in sorted((one for one in secret if len(one) >= _SHORTEST), key=len, reverse=True):
+    """Return the text without credentials in URLs and values of variables that hold secrets: by their names, or in `named`.
+
+    Values of `named` are masked whatever their length.
+    """
+    likely = {value.strip() for name, value in env.items() if _SECRET_NAME.search(name)}
+    secret = {value for value in likely if len(value) >= _SHORTEST} | {env.get(name, "").strip() for name in named}
+    for value in sorted(secret - {""}, key=len, reverse=True):
         text = text.replace(value, MASK)
     return _CREDENTIALS.sub(f"//{MASK}@", text)
