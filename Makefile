@@ -48,7 +48,7 @@ demo: $(VENV)/ready .dagster/ready
 	@$(BIN)/draftworks summary $(TARGET)
 
 demo-streamed: $(VENV)/ready .dagster/ready
-	$(BIN)/draftworks run everything --target tiny --file registry/examples/streamed/definitions.py
+	$(BIN)/draftworks run everything --target tiny --registry registry/examples/streamed
 
 ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)

@@ -36,6 +36,7 @@ from draftworks.programs import (
     start,
 )
 from draftworks.programs.keys import FILES, list_keys
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import FileDigests
@@ -62,11 +63,9 @@ app.command()(observe.observe)
 app.command()(slice_commands.slices)
 for command in (acting_commands.decisions, acting_commands.accept, acting_commands.hold, acting_commands.release):
     app.command()(command)
-RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 FILE_WIDTH = 1000
 """Width of a table in a file or a pipe: a name that is broken over two lines could not be searched for."""
-CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
 
 
 @app.command()

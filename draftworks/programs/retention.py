@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftworks.errors import DraftworksError
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
 from draftworks.retention.pins import list_pins, pin_result, unpin_result
 from draftworks.retention.place import Place
 from draftworks.retention.removable import Item, RemovalPlan, plan_removal
@@ -21,8 +21,6 @@ from draftworks.retention.survey import Survey, survey
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.targets.registry import Registry
 
-CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
-RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SHOWN = 20
 FILE_WIDTH = 1000

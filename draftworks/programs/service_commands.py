@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftworks.errors import DraftworksError
-from draftworks.programs.start import CHECKOUT, report_error
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.service.record import InService
 from draftworks.service.resolve import resolve_draft
 from draftworks.service.rule import describe_figures
@@ -20,7 +20,6 @@ from draftworks.targets.registry import Registry
 if TYPE_CHECKING:
     from draftworks.service.promotion import Service
 
-RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 TargetArgument = Annotated[str, typer.Argument(help="The registry's name of the model.")]
 StrategyArgument = Annotated[str, typer.Argument(help="eagle3, dflash and their like.")]
 WhyOption = Annotated[str | None, typer.Option("--why", help="The reason, for the record.")]
@@ -29,7 +28,6 @@ ExpectOption = Annotated[
     str | None,
     typer.Option("--expect", help="Digest of the draft that is replaced: with another one in service nothing is done."),
 ]
-CHECKOUT_REGISTRY = CHECKOUT / "registry"
 
 
 def promote(

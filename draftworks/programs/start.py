@@ -15,9 +15,12 @@ import typer
 
 from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.programs.code_location import write_code_location
 from draftworks.targets.registry import Registry
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT_REGISTRY = CHECKOUT / "registry"
+RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 DAGSTER_HOME = "DAGSTER_HOME"
 LOOPBACK = "127.0.0.1"
 PORTS_TRIED = 100
@@ -30,16 +33,23 @@ def run(
     ],
     target: Annotated[str | None, typer.Option("--target", "-t", help="The registry's name of the model.")] = None,
     config: Annotated[list[Path] | None, typer.Option("--config", "-c", help="Run config (YAML); any number.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Python file of another code location.")] = None,
+    registry: RegistryOption = CHECKOUT_REGISTRY,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Python file of a code location of your own, with its registry.")
+    ] = None,
 ) -> None:
     """Run a job for one target, in a terminal or in CI. If it fails, the last lines say why; exit code not 0."""
     try:
-        if target is not None and file is None:
-            Registry(CHECKOUT / "registry").find_target_file(target)
         for path in [*(config or []), *([file] if file else [])]:
             if not path.is_file():
                 raise ConfigError(f"{path}: no such file")
-    except DraftworksError as error:
+        if file is None:
+            file = prepare_location(registry, target)
+        elif registry != CHECKOUT_REGISTRY:
+            raise ConfigError(
+                f"--registry {registry}, --file {file}: expected one of them: a file has a registry of its own"
+            )
+    except (DraftworksError, OSError) as error:
         raise report_error(error) from None
     arguments = ["-m", "jobs.run", job]
     arguments += [] if target is None else ["--target", target]
@@ -47,16 +57,49 @@ def run(
     raise typer.Exit(run_in_process_group(arguments + ([] if file is None else ["-f", str(file)])))
 
 
-def ui(port: Annotated[int, typer.Option(help="Of the loopback interface.")] = 3000) -> None:
+def prepare_location(root: Path, target: str | None) -> Path | None:
+    """Return the Python file of a registry's code location; None for the checkout's, which is a module.
+
+    Raises:
+        ConfigError: the folder is no registry; its deployment, or the target's own entry, is missing or invalid.
+    """
+    registry = Registry(root)
+    registry.list_targets()
+    registry.load_deployment()
+    if target is not None:
+        load_entry(registry, target)
+    return None if is_of_checkout(root) else write_code_location(registry, CHECKOUT).definitions
+
+
+def load_entry(registry: Registry, name: str) -> None:
+    """Read all that a target's entry names in the registry. Raises ConfigError; other targets' entries do not matter."""
+    target = registry.load_target(name)
+    for dataset in target.training_datasets:
+        registry.load_dataset(dataset)
+    for eval_set in target.evals:
+        registry.load_dataset(registry.load_eval_set(eval_set).dataset)
+
+
+def is_of_checkout(root: Path) -> bool:
+    return root.resolve() == CHECKOUT_REGISTRY.resolve()
+
+
+def ui(
+    port: Annotated[int, typer.Option(help="Of the loopback interface.")] = 3000,
+    registry: RegistryOption = CHECKOUT_REGISTRY,
+) -> None:
     """Start the Dagster UI and daemon; Ctrl-C ends them."""
+    workspace = CHECKOUT / "workspace.yaml"
     try:
         require_free_port(port)
-    except DraftworksError as error:
+        if not is_of_checkout(registry):
+            Registry(registry).list_targets()
+            workspace = write_code_location(Registry(registry), CHECKOUT).workspace
+    except (DraftworksError, OSError) as error:
         raise report_error(error) from None
     if importlib.util.find_spec("dagster_webserver") is None:
         raise report_error("the UI is not installed: pip install -e '.[ui]'")
-    workspace = str(CHECKOUT / "workspace.yaml")
-    replace_process(["-m", "dagster", "dev", "-w", workspace, "-h", LOOPBACK, "-p", str(port)])
+    replace_process(["-m", "dagster", "dev", "-w", str(workspace), "-h", LOOPBACK, "-p", str(port)])
 
 
 def run_in_process_group(arguments: list[str]) -> int:

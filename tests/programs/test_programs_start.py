@@ -51,6 +51,71 @@ def test_a_mistake_is_one_line_and_starts_nothing(words, reason, started):
     assert reason in asked.stderr
 
 
+@pytest.fixture
+def fleet(tmp_path):
+    """A registry folder with a valid target, and one whose entry has a misspelt key."""
+    for name in ("targets", "datasets"):
+        (tmp_path / "fleet" / name).mkdir(parents=True)
+    (tmp_path / "fleet" / "datasets" / "chats.yaml").write_text("files: ['*.jsonl']\n")
+    (tmp_path / "fleet" / "targets" / "good.yaml").write_text("model: models/good\ndataset: chats\n")
+    (tmp_path / "fleet" / "targets" / "bad.yaml").write_text("model: models/bad\ndataset: chats\nmax_lenght: 64\n")
+    return tmp_path / "fleet"
+
+
+def test_a_run_of_another_registry_gets_its_code_location(started, fleet):
+    assert ask("run", "prepare", "-t", "good", "--registry", str(fleet)).exit_code == 0
+    location = fleet.parent / "var" / "code_location" / "definitions.py"
+    assert started[0][0] == ["-m", "jobs.run", "prepare", "--target", "good", "-f", str(location)]
+    assert location.is_file()
+
+
+def test_the_ui_of_another_registry_gets_its_workspace(started, fleet):
+    pytest.importorskip("dagster_webserver")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ask("ui", "--port", str(port), "--registry", str(fleet))
+    assert started[0][0][:4] == ["-m", "dagster", "dev", "-w"]
+    assert started[0][0][4] == str(fleet.parent / "var" / "code_location" / "workspace.yaml")
+
+
+def test_the_checkouts_registry_is_the_module_by_whatever_path_it_is_given(started):
+    ask("run", "prepare", "-t", "tiny", "--registry", str(start.CHECKOUT / "docs" / ".." / "registry"))
+    assert started[0][0] == ["-m", "jobs.run", "prepare", "--target", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("targets/good.yaml", "model: models/good\ndataset: chat\n"), "chat.yaml: no such file; did you mean chats?"),
+        (("targets/good.yaml", "model: models/good\ndataset: chats\nevals: [code]\n"), "code.yaml: no such file"),
+        (("deployment.yaml", "vra: elsewhere\n"), "deployment.yaml: unknown key vra; did you mean var?"),
+        (("targets/good.yaml", "model: models/good\ndataset: chats\nmax_lenght: 8\n"), "did you mean max_length?"),
+    ],
+)
+def test_an_invalid_entry_starts_nothing(change, reason, started, fleet):
+    (fleet / change[0]).write_text(change[1])
+    asked = ask("run", "everything", "-t", "good", "--registry", str(fleet))
+    assert (asked.exit_code, started) == (1, [])
+    assert asked.stderr.startswith("error: ")
+    assert reason in asked.stderr
+
+
+def test_a_folder_that_is_no_registry_starts_nothing(started, tmp_path):
+    for words in (("run", "everything"), ("ui", "--port", "0")):
+        asked = ask(*words, "--registry", str(tmp_path / "nowhere"))
+        assert (asked.exit_code, started) == (1, [])
+        assert "nowhere a registry?" in asked.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_and_a_registry_are_not_given_together(started, fleet):
+    file = fleet / "location.py"
+    file.write_text("")
+    asked = ask("run", "prepare", "-t", "good", "--registry", str(fleet), "-f", str(file))
+    assert (asked.exit_code, started) == (1, [])
+    assert "expected one of them" in asked.stderr
+
+
 def test_a_run_is_recorded_where_the_ui_looks_unless_told_otherwise(started, monkeypatch):
     monkeypatch.delenv(start.DAGSTER_HOME, raising=False)
     ask("run", "prepare", "-t", "tiny")

@@ -1,0 +1,69 @@
+"""The code location of another registry folder than the checkout's: a Python file and a workspace file for Dagster.
+
+Dagster starts the processes of a run's steps anew, and each finds its assets by the path of a Python file. So the registry
+folder stands in a file, and not in an argument or the environment of one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from draftworks.storage.atomic import publish_file
+from draftworks.targets.registry import Registry
+
+FOLDER = "code_location"
+"""In `var`."""
+_DEFINITIONS = '''\
+"""Code location of a registry: written by `draftworks run --registry` and `draftworks ui --registry`."""
+
+from pathlib import Path
+
+from spec_assets.definitions import build_definitions
+
+defs = build_definitions(Path({registry!r}))
+'''
+
+
+@dataclass(frozen=True)
+class CodeLocation:
+    """The files by which Dagster loads the definitions of a registry.
+
+    Attributes:
+        definitions: of one run.
+        workspace: of the UI; the location has the name of the registry's folder there.
+    """
+
+    definitions: Path
+    workspace: Path
+
+
+def write_code_location(registry: Registry, checkout: Path) -> CodeLocation:
+    """Write the code location of a registry to its `var`, unless it is there.
+
+    Args:
+        checkout: folder of `spec_assets/`.
+
+    Raises:
+        ConfigError: the registry's `deployment.yaml` is invalid.
+        OSError: `var` cannot be written to.
+    """
+    folder, root = registry.resolve_var_folder() / FOLDER, registry.root.resolve()
+    location = CodeLocation(folder / "definitions.py", folder / "workspace.yaml")
+    _publish(location.definitions, _DEFINITIONS.format(registry=str(root)))
+    loaded = {
+        "relative_path": location.definitions.name,
+        "working_directory": str(checkout),
+        "location_name": root.name,
+    }
+    _publish(location.workspace, yaml.safe_dump({"load_from": [{"python_file": loaded}]}))
+    return location
+
+
+def _publish(path: Path, text: str) -> None:
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return  # a UI that watches the file need not load it again
+    with publish_file(path) as staging:
+        staging.write_text(text, encoding="utf-8")
