@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -248,33 +248,8 @@ def _suggest_names(name: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def _load_plugins() -> None:
-    """Import the module of every strategy; those of this package and of other packages are all entry points."""
-    named = {(plugin.name, plugin.value): plugin for plugin in entry_points(group=PLUGINS)}
-    for plugin in named.values():
+    """Import the module of every strategy: the package's own from its folders, those of other packages by entry points."""
+    for options in sorted((Path(__file__).parents[1] / "strategies").glob("*/options.py")):
+        importlib.import_module(f"draftworks.strategies.{options.parent.name}.options")
+    for plugin in entry_points(group=PLUGINS):
         plugin.load()
-    _load_own({value for _, value in named})
-
-
-def _load_own(installed: Set[str]) -> None:
-    """Import the package's own strategies from its folders if the package is not installed.
-
-    In a checkout that is not installed, as in an engine's environment, there are no entry points.
-
-    Raises:
-        ConfigError: the package is installed, but its entry points are older than a strategy.
-    """
-    folders = sorted(path.parent.name for path in (Path(__file__).parents[1] / "strategies").glob("*/options.py"))
-    modules = {name: f"{PLUGINS}.{name}.options" for name in folders}
-    missing = [name for name, module in modules.items() if module not in installed]
-    if not missing:
-        return
-    try:
-        place = distribution("draftworks").locate_file("")
-    except PackageNotFoundError:
-        for name in missing:
-            importlib.import_module(modules[name])
-        return
-    raise ConfigError(
-        f"strategies {', '.join(missing)}: expected entry points of group {PLUGINS}, found none in {place}: the environment "
-        "was installed before they were added. Install it again: pip install -e . (or make)"
-    )

@@ -96,6 +96,14 @@ def is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.detach().max(-1).indices == labels
 
 
+def sum_prefix_lengths(hits: Tensor, label_mask: Tensor) -> Tensor:
+    """Return the total length of the correct prefixes of blocks, from hits (n, k).
+
+    A label that does not count neither ends a prefix, as in SpecForge, nor lengthens it.
+    """
+    return ((hits | ~label_mask).cumprod(1) * hits).sum()
+
+
 def at_least_float32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

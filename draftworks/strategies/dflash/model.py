@@ -92,11 +92,19 @@ class DFlashLayer(nn.Module):
 
     def forward_cached(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: DraftAttention) -> Tensor:
         """Return the same over a context whose keys and values were computed before."""
-        normed, attention = self.input_layernorm(hidden), self.self_attn
+        hidden = hidden + self.attend(self.input_layernorm(hidden), context, at_blocks, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def attend(self, normed: Tensor, context: KeyValue, at_blocks: Rotation, attend: DraftAttention) -> Tensor:
+        """Return what attention adds to the blocks' states, (B, A · size, H), from the normed states."""
+        attention = self.self_attn
         query, own = attention.project_query(normed, at_blocks), attention.project_key_value(normed, at_blocks)
         attended = attend(query, context, own, self._window)  # (B, heads, A · size, D)
-        hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return attention.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+MakeLayer = Callable[[TargetParts, DFlashSizes, int | None, torch.Generator], DFlashLayer]
+"""From the target, the sizes, the layer's window and the source of randomness to a layer of the draft."""
 
 
 class DFlashDraft(nn.Module):
@@ -104,17 +112,24 @@ class DFlashDraft(nn.Module):
 
     Args:
         generator: the only source of randomness of the initial weights.
+        make_layer: makes the layers of a strategy that is built on DFlash and changes them.
     """
 
     embed_tokens: Tensor
     own_target_head: Tensor | None
 
-    def __init__(self, target: TargetParts, sizes: DFlashSizes, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        target: TargetParts,
+        sizes: DFlashSizes,
+        generator: torch.Generator,
+        make_layer: MakeLayer = DFlashLayer,
+    ) -> None:
         super().__init__()
         width, eps = target.hidden_size, target.rms_norm_eps
         self.fc = seeded_linear(sizes.taps * width, width, generator)
         self.hidden_norm = RmsNorm(width, eps)
-        self.layers = nn.ModuleList(DFlashLayer(target, sizes, window, generator) for window in sizes.windows)
+        self.layers = nn.ModuleList(make_layer(target, sizes, window, generator) for window in sizes.windows)
         self.norm = RmsNorm(width, eps)
         self.rotary = Rotary(target)
         self.block_size, self.mask_token_id = sizes.block_size, sizes.mask_token_id

@@ -18,7 +18,7 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.dflash.drafter import DFlashDrafter
 from draftworks.strategies.dflash.loss import LabelWeighting, decaying_weights, dpace_weights, uniform_weights
-from draftworks.strategies.dflash.model import DFlashDraft, DFlashSizes
+from draftworks.strategies.dflash.model import DFlashDraft, DFlashLayer, DFlashSizes
 from draftworks.strategies.dflash.options import DFLASH, DFlashOptions
 
 if TYPE_CHECKING:
@@ -52,8 +52,14 @@ class DFlashStrategy(DecoderStrategy):
             backend=options.attention,
             strategy=self.name,
         )
-        self.backbone = DFlashDraft(self.target, self._sizes, torch.Generator().manual_seed(seed))
+        self.backbone = DFlashDraft(self.target, self._sizes, torch.Generator().manual_seed(seed), self.make_layer)
         self.model = self.backbone
+
+    def make_layer(
+        self, target: TargetParts, sizes: DFlashSizes, window: int | None, generator: torch.Generator
+    ) -> DFlashLayer:
+        """Return a layer of the backbone; a strategy that is built on DFlash may override this."""
+        return DFlashLayer(target, sizes, window, generator)
 
     def complete_batch(
         self, tensors: dict[str, Tensor], sample_ids: Sequence[str], layout: BatchLayout

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.strategies.dflash.loss import BlockChunk, LabelWeighting, at_least_float32, is_argmax, split_into_chunks
+from draftworks.strategies.dflash.loss import (
+    BlockChunk,
+    LabelWeighting,
+    at_least_float32,
+    is_argmax,
+    split_into_chunks,
+    sum_prefix_lengths,
+)
 
 
 @dataclass(frozen=True)
@@ -91,17 +98,9 @@ def domino_cross_entropy(
             loss=torch.dot(chunk.label_weights(objective.weigh, ce), cost),
             ce_sums=chunk.scatter(ce).sum(0),
             corrects=hits.sum(0),
-            accepted=_prefix_lengths(hits, chunk.label_mask),
+            accepted=sum_prefix_lengths(hits, chunk.label_mask),
             base_corrects=base_hits.sum(0),
-            base_accepted=_prefix_lengths(base_hits, chunk.label_mask),
+            base_accepted=sum_prefix_lengths(base_hits, chunk.label_mask),
         )
 
     return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), inputs, [projection])
-
-
-def _prefix_lengths(hits: Tensor, label_mask: Tensor) -> Tensor:
-    """Return the total length of the correct prefixes of blocks, from hits (n, k).
-
-    A label that does not count neither ends a prefix, as in SpecForge, nor lengthens it.
-    """
-    return ((hits | ~label_mask).cumprod(1) * hits).sum()
