@@ -17,8 +17,6 @@ from draftworks.data.split import is_held_out
 from draftworks.errors import DataError
 from draftworks.storage.atomic import publish_file, remove
 
-_SUMMED = ("files", "rows", "rejected", "duplicates")
-
 
 def prepare_mix(
     datasets: Sequence[DatasetSpec],
@@ -45,7 +43,7 @@ def prepare_mix(
         chosen = choose_rows(dataset, None, data.max_rejected_share, root, target, folder)
         if chosen.kind == "tokens":
             raise DataError(f"data set {dataset.name} is tokenized already: only conversations can be mixed")
-        counts.update({name: chosen.counts.get(name, 0) for name in _SUMMED})
+        counts.update({name: count for name, count in chosen.counts.items() if isinstance(count, int)})
         lineage |= chosen.counts.get("lineage", {})
         for conversation in chosen.items:
             counts["duplicates"] += conversation.id in found
@@ -55,7 +53,7 @@ def prepare_mix(
     parts = choose_parts(list(found.values()), data, plan)
     names = [dataset.name for dataset in datasets]
     summary: dict[str, Any] = {
-        **{name: counts[name] for name in _SUMMED},
+        **counts,
         "mix": {name: {part: sum(origin[one.id] == name for one in parts[part]) for part in parts} for name in names},
         **({"lineage": lineage} if lineage else {}),
     }

@@ -24,10 +24,15 @@ from draftworks.targets.registry import HELDOUT
 
 @dataclass(frozen=True)
 class WeightedSlices:
-    """Whether the weights of a draft's training data have helped: its slices against those that the plan was made from."""
+    """Whether the weights of a draft's training data have helped: its slices against those that the plan was made from.
+
+    Attributes:
+        had_effect: False if all conversations were taken, so that the weights chose none.
+    """
 
     plan: SlicePlan
     changes: tuple[SliceChange, ...]
+    had_effect: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,29 +76,27 @@ class SliceHistory:
         """Compare a draft that was trained with weights with the report that they were made from.
 
         Returns:
-            None if it was trained without weights, or with those of another strategy.
+            None if it was trained without weights, with a plan of none, or with those of another strategy.
 
         Raises:
             StoreError: that report, or its eval data, is gone.
             DataError: the reports do not compare.
         """
-        draft = next(
-            (
-                one
-                for one in self.artifacts.list_all(of_strategy(self.strategy).draft, self.target)
-                if one.path.name == ReportIdentity.of(report).draft_identity
-            ),
-            None,
-        )
-        plan = None if draft is None else self._find_plan(draft)
-        if plan is None or (plan.target, plan.strategy) != (self.target, self.strategy):
+        wanted = ReportIdentity.of(report).draft_identity
+        drafts = self.artifacts.list_all(of_strategy(self.strategy).draft, self.target)
+        draft = next((one for one in drafts if one.path.name == wanted), None)
+        prepared = None if draft is None else self._find_weighted_data(draft)
+        plan = None if prepared is None else read_plan(prepared.path / WEIGHTS_FILE)
+        if plan is None or not plan.weights or (plan.target, plan.strategy) != (self.target, self.strategy):
             return None
+        assert prepared is not None, "the plan is from there"
         before = self.find_report(plan.report)
         if before is None:
             raise StoreError(f"the report {plan.report} that the weights were made from is not there any more")
         pair = [self.read_measured(one, plan.eval_set) for one in (report, before)]
         slices = [(one.column, one.value) for one in plan.weights]
-        return WeightedSlices(plan, compare_slices(pair[0], pair[1], only=slices))
+        changes = compare_slices(pair[0], pair[1], only=slices)
+        return WeightedSlices(plan, changes, prepared.summary.get("weights_have_effect") is not False)
 
     def read_measured(self, report: Artifact, eval_set: str) -> MeasuredPrompts:
         """Return the walk of a report, prompt by prompt, with the slice columns of its eval data.
@@ -129,23 +132,26 @@ class SliceHistory:
     def _list_reports(self) -> list[Artifact]:
         return self.artifacts.list_all(of_strategy(self.strategy).report, self.target)
 
-    def _find_plan(self, draft: Artifact) -> SlicePlan | None:
-        """Return the weights of the conversations from which a draft's training tokens were made."""
+    def _find_weighted_data(self, draft: Artifact) -> Artifact | None:
+        """Return the conversations from which a draft's training tokens were made, if they were chosen by weights."""
         versions: set[str | None] = {DraftIdentity.of(draft).tokens}
         for asset, key in ((TOKENIZED_TRAIN, "responses"), (RESPONSES, "conversations")):
             made = self.artifacts.list_all(asset, self.target)
             versions = {one.identity.get(key) for one in made if one.data_version in versions}
         for prepared in self.artifacts.list_all(CONVERSATIONS, self.target):
             if prepared.data_version in versions and (prepared.path / WEIGHTS_FILE).is_file():
-                return read_plan(prepared.path / WEIGHTS_FILE)
+                return prepared
         return None
 
 
 def summarize_weighted(found: WeightedSlices) -> str:
-    """Return one sentence: on how many of the weighted slices the draft accepts more than before."""
+    """Return in a sentence or two on how many of the weighted slices the draft accepts more than before."""
     verdicts: Mapping[str, str] = {"rose": "helped", "fell": "fell further", "no clear change": "no clear change"}
     counts = {word: sum(one.verdict == name for one in found.changes) for name, word in verdicts.items()}
     unknown = sum(one.verdict == "too few prompts" for one in found.changes)
     said = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
     said += f"{', ' if said and unknown else ''}{unknown} with too few prompts" if unknown else ""
-    return f"Of {len(found.changes)} slices that this draft's data was weighted towards: {said or 'none'}."
+    said = f"Of {len(found.changes)} slices that this draft's data was weighted towards: {said or 'none'}."
+    if found.had_effect:
+        return said
+    return f"{said} The weights had no part in it: all conversations were taken, see data.max_conversations."

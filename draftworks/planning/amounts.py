@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 from draftworks.config.responses import ResponseSpec
@@ -17,9 +18,15 @@ from draftworks.storage.asset_names import HELDOUT_RESPONSES, RESPONSES, of_eval
 from draftworks.storage.data_records import AnswersIdentity
 from draftworks.targets.answers import make_greedy_settings
 from draftworks.targets.registry import HELDOUT
+from draftworks.targets.training_data import load_slice_plan
 
 TRAIN = "train"
 EVAL_PART = "all"
+_LEFT_OUT = (
+    *("rejected", "duplicates", "superseded"),
+    *("other_events", "dropped_for_secrets", "dropped_by_redaction"),
+)
+"""Counts of a prepared set's rows that are not used."""
 _SAME_DATA, _OTHER_DATA = 1.05, 1.5
 """Factors by which tokens per sample may differ from those of earlier answers."""
 
@@ -55,10 +62,12 @@ def count_amounts(subject: PlanSubject) -> Mapping[str, Amount]:
     """Return the amount of each part: `train`, `heldout` and the named eval sets.
 
     Raises:
-        ConfigError: nothing is known of a data set: it lies elsewhere, was not prepared, and has no `max_conversations`.
+        ConfigError: nothing is known of a data set: it lies elsewhere, was not prepared, and has no `max_conversations`;
+            or the weights of a mix are not there.
         DataError: a data set has no files.
     """
     target = subject.target
+    load_slice_plan(target, subject.registry)  # the same amount with any weights, but a run needs them
     kind = _find_kind(subject)
     greedy = make_greedy_settings(target, kind)
     parts = {TRAIN: _Part(HELDOUT, TRAIN, RESPONSES, target.responses)}
@@ -88,6 +97,8 @@ def _count_part(subject: PlanSubject, part: _Part) -> Amount:
     per_sample = (sample.prompt_tokens + answers).cap(limit)
     generated = answers.cap(limit) if generates else Estimate.exactly(0.0)
     text = "the first rows of the data set, 3 to 5 characters a token"
+    if sample.served:
+        text += ", answers of 50 to 2,000 tokens"
     if sample.tokenized:
         return _make_amount(
             conversations, per_sample, generated, Source("counted", "first rows of the data set"), found
@@ -159,25 +170,33 @@ def _count_conversations(subject: PlanSubject, part: _Part, sample: DataSample |
     if prepared is not None:
         key = "conversations" if part.part == EVAL_PART else part.part
         return Estimate.exactly(prepared.summary[key])
-    limit = _find_limit(subject, part.eval_set)
-    share = _find_share(subject, part.part)
     related = find_same_data(subject, part.eval_set)
     if related is not None and {"rows", "rejected", "duplicates"} <= related.summary.keys():
-        usable = related.summary["rows"] - related.summary["rejected"] - related.summary["duplicates"]
-        return Estimate.exactly(usable if limit is None else min(usable, limit)) * share
+        usable = related.summary["rows"] - sum(related.summary.get(reason, 0) for reason in _LEFT_OUT)
+        return _choose(subject, part, Estimate.exactly(usable))
+    limit = _find_limit(subject, part.eval_set)
     if sample is None and limit is None:
         name = subject.target.name
         own = part.eval_set == HELDOUT
         key = f"data.max_conversations of target {name}" if own else f"max_conversations of evals/{part.eval_set}.yaml"
         raise ConfigError(
             f"target {name}: a plan needs the number of conversations of {'its data' if own else part.eval_set}, which is "
-            f"not known before they are prepared: the files lie elsewhere, or have served prompts. Set {key}, or run: "
+            f"not known before they are prepared: files lie elsewhere, or no row can be read. Set {key}, or run: "
             f"draftworks run prepare --target {name}"
         )
     if sample is None:
-        return Estimate.exactly(float(limit or 0)) * share
+        return Estimate.exactly(float(limit or 0)) * _find_share(subject, part.part)
     rows = Estimate(sample.rows.low * 0.8, sample.rows.value, sample.rows.high)  # some are rejected, or duplicates
-    return (rows if limit is None else rows.cap(limit)) * share
+    return _choose(subject, part, rows)
+
+
+def _choose(subject: PlanSubject, part: _Part, usable: Estimate) -> Estimate:
+    """Return how many of the usable conversations belong to a part: training data is cut and then split, the held-out
+    part of an eval set split and then cut."""
+    limit = _find_limit(subject, part.eval_set)
+    if part.eval_set != HELDOUT and subject.registry.load_eval_set(part.eval_set).part == "held_out":
+        usable = usable * subject.target.data.held_out_share
+    return (usable if limit is None else usable.cap(limit)) * _find_share(subject, part.part)
 
 
 def _find_limit(subject: PlanSubject, eval_set: str) -> int | None:
@@ -210,5 +229,9 @@ def _find_kind(subject: PlanSubject) -> str:
 
 
 def _sample(subject: PlanSubject, eval_set: str) -> DataSample | None:
-    name = subject.target.dataset if eval_set == HELDOUT else subject.registry.load_eval_set(eval_set).dataset
-    return sample_data(subject.registry.load_dataset(name), Path(subject.registry.root))
+    """Return the size of an eval set's data, of all data sets of a mix for `heldout`; None if one of them is unknown."""
+    registry, target = subject.registry, subject.target
+    names = target.training_datasets if eval_set == HELDOUT else [registry.load_eval_set(eval_set).dataset]
+    found = [sample_data(registry.load_dataset(name), Path(registry.root)) for name in names]
+    known = [each for each in found if each is not None]
+    return reduce(DataSample.join, known) if len(known) == len(names) else None

@@ -10,17 +10,21 @@ from typing import Any
 
 from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import DatasetSpec
-from draftworks.data.sources import SERVED, find_files
+from draftworks.data.sources import SERVED, find_dataset_files, find_files
 from draftworks.planning.estimates import Estimate
 
 SAMPLE_ROWS = 64
 CHARACTERS_PER_TOKEN = Estimate(3.0, 4.0, 5.0)
 """Of text in English and code, by tokenizers with 32,000 to 150,000 tokens."""
+UNSEEN_ANSWER_TOKENS = Estimate(50.0, 250.0, 2000.0)
+"""Of an answer to a logged request, which is not read."""
 _UNKNOWN_ROWS_FACTOR = 1.5
 _MAX_JSON_LIST_BYTES = 256_000_000
 """A JSON list is read whole for its first rows."""
 _COUNTED_BYTES = 64_000_000
 """Rows of larger text files are estimated from their first rows."""
+_SERVED_BYTES = 16_000_000
+"""Of logs, which have to be parsed: most requests of a chat repeat earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class DataSample:
         prompt_tokens, answer_tokens: of one row, before any cut; an estimate from characters.
         turns: of the assistant in one row, on average.
         tokenized: whether the rows have token ids already, which were counted.
+        served: whether rows are logged requests, so that lengths of answers are a guess.
     """
 
     rows: Estimate
@@ -39,11 +44,26 @@ class DataSample:
     answer_tokens: Estimate
     turns: float
     tokenized: bool = False
+    served: bool = False
+
+    def join(self, other: DataSample) -> DataSample:
+        """Return the size of both data sets together, by row as the mean of all rows."""
+        rows = self.rows + other.rows
+        own = self.rows.value / rows.value if rows.value else 0.5
+        return DataSample(
+            rows,
+            self.prompt_tokens * own + other.prompt_tokens * (1 - own),
+            self.answer_tokens * own + other.answer_tokens * (1 - own),
+            self.turns * own + other.turns * (1 - own),
+            self.tokenized and other.tokenized,
+            self.served or other.served,
+        )
 
 
 def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
-    """Return the size of a data set by its first rows; None if its files lie elsewhere or have
-    served prompts, or no row can be read.
+    """Return the size of a data set by its first rows; None if its files lie elsewhere, or no row can be read.
+
+    The redaction of served prompts is not run, and counts rows that it would drop.
 
     Raises:
         DataError: it has no files.
@@ -51,8 +71,10 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
     from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
     from draftworks.data.raw_rows import RawRow, read_rows
 
-    if dataset.format == SERVED or any(map(is_url, dataset.files)):
-        return None  # of served prompts most requests repeat earlier ones
+    if any(map(is_url, dataset.files)):
+        return None
+    if dataset.format == SERVED:
+        return _sample_served(dataset, root)
     files = find_files(dataset.files, root)
     if files[0].suffix.lower() == ".json" and files[0].stat().st_size > _MAX_JSON_LIST_BYTES:
         return None
@@ -79,6 +101,21 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
         return DataSample(rows, Estimate.exactly(0.0), Estimate.within(answers / read, 1.2), 1.0, tokenized=True)
     of_row = [Estimate.exactly(count / read).divide_by(CHARACTERS_PER_TOKEN) for count in (prompts, answers)]
     return DataSample(rows, of_row[0], of_row[1], max(turns / read, 1.0))
+
+
+def _sample_served(dataset: DatasetSpec, root: Path) -> DataSample | None:
+    from draftworks.data.served.loading import sample_prompts
+
+    found = sample_prompts(dataset, root, _SERVED_BYTES)
+    if not found.prompts:
+        return None
+    rows = Estimate.exactly(found.prompts)
+    if not found.complete:
+        size = sum(path.stat().st_size for path in find_dataset_files(dataset, root))
+        rows = Estimate.within(found.prompts * max(size / found.nbytes, 1.0), _UNKNOWN_ROWS_FACTOR)
+    asked = Estimate.exactly(found.characters / found.prompts).divide_by(CHARACTERS_PER_TOKEN)
+    turns = found.answers / found.prompts
+    return DataSample(rows, asked, UNSEEN_ANSWER_TOKENS * turns, turns, served=True)
 
 
 def _count_rows(files: list[Path], first: list[Any]) -> Estimate:

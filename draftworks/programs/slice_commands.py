@@ -27,7 +27,8 @@ def slices(
     eval_set: Annotated[str | None, typer.Option("--eval-set", help="One eval set; by default all.")] = None,
     least: Annotated[int, typer.Option("--least-prompts", min=2, help="Prompts below which a slice is left out.")] = 20,
     save: Annotated[
-        Path | None, typer.Option("--save", help="Write weights of the slices that fell to this file, for mix.weights.")
+        Path | None,
+        typer.Option("--save", help="Write weights of the slices that fell, none where none fell, for mix.weights."),
     ] = None,
     max_weight: Annotated[
         float, typer.Option("--max-weight", help="Most that a slice may weigh, 1 to 10.")
@@ -98,15 +99,18 @@ def _show(
 
 
 def _save(path: Path, changes: tuple[SliceChange, ...], about: SlicePlan, max_weight: float) -> None:
+    """Write what is to be weighted by the newest figures; without figures a file from before stays as it is."""
     from draftworks.evaluation.report.slice_changes import plan_weights
 
-    plan = plan_weights(changes, about, max_weight)
-    if not plan.weights:
-        typer.echo(f"no slice fell: {path} is not written")
+    if all(one.compared is None for one in changes):
+        typer.echo(f"no slice could be compared: {path} is {'left as it is' if path.exists() else 'not written'}")
         return
+    plan = plan_weights(changes, about, max_weight)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_plan(path, plan)
-    typer.echo("".join(f"{one.column} {one.value}: x {one.weight:g}\n" for one in plan.weights) + f"written: {path}")
+    for one in plan.weights:
+        typer.echo(f"{one.column} {one.value}: x {one.weight:g}")
+    typer.echo(f"written: {path}{'' if plan.weights else ', without a weight: no slice fell'}")
 
 
 def _show_weighted(history: SliceHistory, report: Artifact) -> None:

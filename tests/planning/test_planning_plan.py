@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_toys import PlannedTarget
+from served_toys import body, write_log
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.errors import ConfigError
@@ -127,6 +128,35 @@ def test_tokens_are_estimated_from_the_first_rows(tmp_path: Path):
     assert train.generated.value == 90 * 200
 
 
+def add_log(target: PlannedTarget, rows: int) -> None:
+    """A log of chats of two messages, each logged with the first message alone too: as many prompts as rows / 2."""
+    asked = [f"{n} ".ljust(400, "x") for n in range(rows // 2)]
+    write_log(target.root / "log", [row for one in asked for row in (body(one), body(one, "y" * 400))])
+    (target.root / "registry" / "datasets" / "served.yaml").write_text("files: [../log]\nformat: served\n")
+    (target.root / "registry" / "evals").mkdir(exist_ok=True)
+    (target.root / "registry" / "evals" / "served.yaml").write_text("dataset: served\npart: held_out\n")
+
+
+def test_prompts_of_a_log_and_of_a_mix_are_counted(tmp_path: Path, monkeypatch):
+    """200 prompts of 800 characters beside 300 rows of 400: 200 tokens and two answers, 100 tokens and one."""
+    target = PlannedTarget(tmp_path, rows=300)
+    add_log(target, 400)
+    target.edit(dataset="served", evals=["served"], responses={"mode": "regenerate", "max_new_tokens": 60})
+    amounts = target.plan().amounts
+    assert (amounts["train"].samples.value, amounts["served"].samples.value) == (180, 20)
+    assert amounts["train"].tokens.value == pytest.approx(180 * (200 + 2 * 60))
+    target.edit(mix={"datasets": ["served"]}, dataset="talks")
+    amounts = target.plan().amounts
+    assert (amounts["train"].samples.value, amounts["served"].samples.value) == (450, 20)
+    assert amounts["train"].tokens.value == pytest.approx(450 * (0.4 * (200 + 2 * 60) + 0.6 * (100 + 60)), rel=0.01)
+    target.edit(data={"max_conversations": 100})
+    assert target.plan().amounts["train"].samples == Estimate.exactly(90)
+    monkeypatch.setattr("draftworks.planning.data_sample._SERVED_BYTES", (target.root / "log").stat().st_size // 4)
+    served = target.plan().amounts["served"].samples
+    assert served.low < 20 < served.high
+    assert served.value == pytest.approx(20, rel=0.1)
+
+
 def test_what_is_not_known_is_one_clear_error(tmp_path: Path):
     target = PlannedTarget(tmp_path)
     with pytest.raises(ConfigError, match="does not use the strategy 'dflash'; it uses: eagle3"):
@@ -138,6 +168,9 @@ def test_what_is_not_known_is_one_clear_error(tmp_path: Path):
         target.plan()
     target.edit(data={"max_conversations": 100})
     assert target.plan().amounts["train"].samples == Estimate.exactly(90)
+    target.edit(mix={"weights": "weights/one.json"})
+    with pytest.raises(ConfigError, match="weights/one.json, which is not there. Write it with: draftworks slices one"):
+        target.plan()
 
 
 def test_bytes_of_a_token_are_those_of_the_streams(tmp_path: Path):

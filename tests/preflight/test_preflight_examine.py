@@ -45,6 +45,10 @@ ENTRIES = {
         {"strategies": strategy("eagle3", num_kv_heads=64)},
         "num_heads 4 is not a multiple of num_kv_heads 64",
     ),
+    "weights that are not written yet": (
+        {"mix": {"weights": "weights/small.json"}, "data": {"max_conversations": 9}},
+        "weights/small.json, which is not there. Write it with: draftworks slices small eagle3 --save",
+    ),
     "no room for answers": ({"max_length": 8, "strategies": strategy("eagle3", ttt_length=2)}, "leave no room"),
     "thinking without a switch": ({"responses": {"thinking": True}}, "no switch for thinking"),
     "SGLang without its environment": ({"capture": {"backend": "sglang"}}, "needs SGLang, and"),

@@ -57,14 +57,21 @@ def test_a_fall_is_named_weighed_and_its_cure_reported(site: ServiceSite, tmp_pa
     assert "paired" in said
 
 
-def test_no_fall_writes_no_weights(site: ServiceSite, tmp_path: Path):
+def test_no_fall_takes_the_weights_away_and_no_measurement_leaves_them(site: ServiceSite, tmp_path: Path):
+    weights = tmp_path / "weights.json"
     first = site.publish_draft("a")
     publish_sliced_report(site, first, {"en": 2.0, "de": 2.0})
     promote(site, first)
-    publish_sliced_report(site, first, {"en": 2.0, "de": 2.1}, first=100)
-    said = call(site, "--save", str(tmp_path / "weights.json"))
-    assert "no slice fell" in said.stdout
-    assert not (tmp_path / "weights.json").exists()
+    assert f"no slice could be compared: {weights} is not written" in call(site, "--save", str(weights)).stdout
+    assert not weights.exists()
+    publish_sliced_report(site, first, {"en": 2.0, "de": 1.5}, first=100)
+    call(site, "--save", str(weights))
+    assert len(read_plan(weights).weights) == 1
+    assert f"{weights} is left as it is" in call(site, "--save", str(weights), "--least-prompts", "99").stdout
+    assert len(read_plan(weights).weights) == 1
+    publish_sliced_report(site, first, {"en": 2.0, "de": 2.1}, first=200)
+    assert f"written: {weights}, without a weight: no slice fell" in call(site, "--save", str(weights)).stdout
+    assert read_plan(weights).weights == ()
 
 
 def test_what_cannot_be_compared_is_one_clear_error(site: ServiceSite):

@@ -44,7 +44,10 @@ def test_bad_mixes_are_one_clear_error_before_anything_is_made(site, change, mat
     with_served_prompts(site)
     text = site.target_file.read_text().replace(*change)
     if match is None:
-        text, match = text.replace("[served]}", "[served], weights: none.json}"), "expected weights of slices"
+        text, match = (
+            text.replace("[served]}", "[served], weights: none.json}"),
+            "none.json, which is not there. Write it with: draftworks slices small",
+        )
     site.target_file.write_text(text)
     result = site.run("prepare")
     messages = "".join(e.event_specific_data.error.to_string() for e in result.all_events if e.is_step_failure)

@@ -51,6 +51,7 @@ class ServedRow:
         reason: of a rejection, or the kind of secret.
         conversation: of a kept row.
         created: seconds since the epoch; None if not known.
+        masked: kinds of what was replaced in it before the redaction.
     """
 
     file: str
@@ -59,6 +60,7 @@ class ServedRow:
     reason: str = ""
     conversation: Conversation | None = None
     created: float | None = None
+    masked: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class LoadedPrompts:
 
     Attributes:
         counts: of rows, by what became of them.
-        lineage: files with digests, time span, what redaction was, counts; without a word of a row.
+        lineage: files with digests, time span, what redaction was, counts, and rows by the kind that was masked in them
+            or for which they were left out; without a word of a row.
     """
 
     conversations: tuple[Conversation, ...]
@@ -78,7 +81,8 @@ class LoadedPrompts:
 @dataclass
 class _Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
-    secrets: Counter[str] = field(default_factory=Counter)
+    masked: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
     rows: int = 0
     duplicates: int = 0
@@ -88,8 +92,9 @@ class _Tally:
     def add(self, row: ServedRow) -> None:
         self.rows += 1
         self.outcomes[row.outcome] += 1
+        self.masked.update(row.masked)
         if row.outcome == SECRET:
-            self.secrets[row.reason] += 1
+            self.left_out[row.reason] += 1
         if row.outcome == REJECTED and len(self.first) < SHOWN_REJECTIONS:
             self.first.append(f"  {row.file}:{row.line}: {row.reason}")
         if row.outcome == KEPT and row.created is not None:
@@ -145,6 +150,48 @@ def read_served(dataset: DatasetSpec, root: Path, limit: int | None = None) -> I
     calls = 1000 if spec.redaction is None else spec.redaction.rows_per_call
     for batch in _batches(parsed, calls):
         yield from _redact(batch, spec, dataset.name, root)
+
+
+@dataclass(frozen=True)
+class PromptSample:
+    """What the first bytes of a log hold.
+
+    Attributes:
+        prompts: distinct ones that are the beginning of no other, before any redaction.
+        characters, answers: of these prompts; the turns that a target answers, the last one included.
+        nbytes: of the lines that were read.
+        complete: whether these are all lines.
+    """
+
+    prompts: int
+    characters: int
+    answers: int
+    nbytes: int
+    complete: bool
+
+
+def sample_prompts(dataset: DatasetSpec, root: Path, max_bytes: int) -> PromptSample:
+    """Count the prompts in the first lines of a data set of served prompts; nothing is masked, and no hook is run.
+
+    Raises:
+        DataError: no file, or an unreadable one.
+    """
+    spec = dataset.served or ServedSpec()
+    found: dict[str, Conversation] = {}
+    nbytes, complete = 0, True
+    for line in (line for path in find_dataset_files(dataset, root) for line in _read_lines(path, spec)):
+        if nbytes >= max_bytes:
+            complete = False
+            break
+        nbytes += len(line.content) or int(spec.max_line_mb * 2**20)
+        prompt = _parse(line, spec).prompt
+        if prompt is not None:
+            conversation = Conversation.of([*prompt.turns, ANSWER])
+            found[conversation.id] = conversation
+    kept = drop_beginnings(found.values())
+    turns = [turn for one in kept for turn in one.turns]
+    asked = sum(len(turn.content) for turn in turns if turn.role != "assistant")
+    return PromptSample(len(kept), asked, sum(turn.role == "assistant" for turn in turns), nbytes, complete)
 
 
 def drop_beginnings(conversations: Iterable[Conversation]) -> list[Conversation]:
@@ -228,29 +275,39 @@ def _batches(rows: Iterable[_Parsed], most: int) -> Iterator[list[_Parsed]]:
 
 
 def _redact(batch: list[_Parsed], spec: ServedSpec, name: str, root: Path) -> Iterator[ServedRow]:
-    masked: list[HookRow] = []
-    for row in batch:
-        if row.prompt is not None:
-            turns = tuple(Turn(turn.role, mask_text(turn.content, spec.mask)) for turn in row.prompt.turns)
-            masked.append(HookRow(turns, mask_text(row.prompt.source or name, spec.mask)))
+    masked = [_mask(row.prompt, spec, name) for row in batch if row.prompt is not None]
+    rows = [one.row for one in masked]
     where = f"data set {name}"
-    redacted = iter(masked if spec.redaction is None else redact_rows(masked, spec.redaction, root, where))
+    redacted = iter(zip(masked, rows if spec.redaction is None else redact_rows(rows, spec.redaction, root, where)))
     for row in batch:
         file, number = row.line.file, row.line.number
         if row.prompt is None:
             yield ServedRow(file, number, REJECTED if row.problem else OTHER_EVENT, row.problem)
             continue
-        clean = next(redacted)
+        before, clean = next(redacted)
         if clean is None:
-            yield ServedRow(file, number, HOOK)
+            yield ServedRow(file, number, HOOK, masked=before.kinds)
             continue
         secret = find_secret([*(turn.content for turn in clean.turns), clean.source])
         if secret is not None:
-            yield ServedRow(file, number, SECRET, secret)
+            yield ServedRow(file, number, SECRET, secret, masked=before.kinds)
             continue
         columns = {THINKING: row.prompt.thinking, SOURCE: clean.source}
         conversation = add_slice_columns(Conversation.of([*clean.turns, ANSWER], columns), name)
-        yield ServedRow(file, number, KEPT, "", conversation, row.prompt.created)
+        yield ServedRow(file, number, KEPT, "", conversation, row.prompt.created, before.kinds)
+
+
+@dataclass(frozen=True)
+class _Masked:
+    row: HookRow
+    kinds: frozenset[str]
+
+
+def _mask(prompt: ServedPrompt, spec: ServedSpec, name: str) -> _Masked:
+    texts = [mask_text(turn.content, spec.mask) for turn in prompt.turns]
+    source = mask_text(prompt.source or name, spec.mask)
+    turns = tuple(Turn(turn.role, masked.text) for turn, masked in zip(prompt.turns, texts))
+    return _Masked(HookRow(turns, source.text), source.kinds.union(*(one.kinds for one in texts)))
 
 
 def _require_usable(where: str, tally: _Tally, max_rejected_share: float) -> None:
@@ -297,7 +354,8 @@ def _describe_lineage(
         "mask": sorted(set(spec.mask)),
         "redaction": digest_hook(spec.redaction, root, digests),
         "secret_patterns": REVISION,
-        "secrets": dict(sorted(tally.secrets.items())),
+        "masked": dict(sorted(tally.masked.items())),
+        "left_out": dict(sorted(tally.left_out.items())),
         "counts": counts,
     }
 

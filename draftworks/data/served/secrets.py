@@ -81,15 +81,30 @@ def find_secret(texts: Iterable[str]) -> str | None:
     return None
 
 
-def mask_text(text: str, kinds: Iterable[str]) -> str:
-    """Return the text with what these kinds match replaced by placeholders: [SECRET], [EMAIL], [PHONE], [IP]."""
+@dataclass(frozen=True)
+class MaskedText:
+    """A text with placeholders, and the kinds of what they stand for: keys of SECRETS and PERSONAL."""
+
+    text: str
+    kinds: frozenset[str]
+
+
+def mask_text(text: str, kinds: Iterable[str]) -> MaskedText:
+    """Replace what these kinds match by placeholders: [SECRET], [EMAIL], [PHONE], [IP].
+
+    Args:
+        kinds: of email, phone, ip, and secret, which is all of SECRETS.
+    """
     wanted = set(kinds)
+    patterns: dict[str, tuple[re.Pattern[str], str]] = {}
     if "secret" in wanted:
         lowered = text.lower()
-        for kind in SECRETS.values():
-            if kind.may_be_in(lowered):
-                text = kind.pattern.sub("[SECRET]", text)
+        patterns |= {name: (kind.pattern, "[SECRET]") for name, kind in SECRETS.items() if kind.may_be_in(lowered)}
     for name, mark in (("email", "@"), ("phone", "+"), ("ip", ".")):
         if name in wanted and mark in text:
-            text = PERSONAL[name].sub(f"[{name.upper()}]", text)
-    return text
+            patterns[name] = (PERSONAL[name], f"[{name.upper()}]")
+    found: set[str] = set()
+    for name, (pattern, placeholder) in patterns.items():
+        text, count = pattern.subn(placeholder, text)
+        found |= {name} if count else set()
+    return MaskedText(text, frozenset(found))

@@ -96,11 +96,12 @@ def test_a_row_with_a_secret_is_masked_or_left_out_or_refused_and_never_shown(tm
     write_log(tmp_path / "a.log", [body("good"), body(f"why does {secret} not work?"), body("a", f"and\n{secret}")])
     masked = load(tmp_path)
     assert masked.counts["dropped_for_secrets"] == 0
+    assert (masked.lineage["masked"], masked.lineage["left_out"]) == ({kind: 2}, {})
     assert not any(secret in turn.content for one in masked.conversations for turn in one.turns)
     assert any("[SECRET]" in turn.content for one in masked.conversations for turn in one.turns)
     dropped = load(tmp_path, mask=[])
     assert questions(dropped) == ["good"]
-    assert dropped.lineage["secrets"] == {kind: 2}
+    assert (dropped.lineage["masked"], dropped.lineage["left_out"]) == ({}, {kind: 2})
     with pytest.raises(DataError, match=f"a.log:2: a {kind} is in the row") as caught:
         load(tmp_path, mask=[], on_secret="refuse")
     said = [str(caught.value), canonical_json(dropped.lineage), (tmp_path / "out" / "quarantine.jsonl").read_text()]
@@ -122,7 +123,9 @@ def test_ordinary_text_is_no_secret(tmp_path):
 
 def test_personal_data_is_masked_where_asked(tmp_path):
     write_log(tmp_path / "a.log", [body("mail a.b@example.org, call +49 30 1234567, ping 10.0.0.1")])
-    assert questions(load(tmp_path, mask=["email", "phone", "ip"])) == ["mail [EMAIL], call [PHONE], ping [IP]"]
+    masked = load(tmp_path, mask=["email", "phone", "ip"])
+    assert questions(masked) == ["mail [EMAIL], call [PHONE], ping [IP]"]
+    assert masked.lineage["masked"] == {"email": 1, "ip": 1, "phone": 1}
     assert questions(load(tmp_path, mask=[])) == ["mail a.b@example.org, call +49 30 1234567, ping 10.0.0.1"]
 
 
