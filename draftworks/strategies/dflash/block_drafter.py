@@ -12,7 +12,7 @@ from draftworks.drafts.documents import Documents
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
 from draftworks.strategies.dflash.drafter import DFlashDrafter
-from draftworks.strategies.dflash.model import DFlashDraft
+from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
 
 ChooseTokens = Callable[[Tensor], Tensor]
 """From logits (n, V) to the proposed tokens (n,)."""
@@ -24,12 +24,10 @@ class SequentialBlockDraft(nn.Module, ABC):
     backbone: DFlashDraft
 
     @abstractmethod
-    def decode(self, states: Tensor, known: Tensor, count: int, choose: ChooseTokens) -> Tensor:
+    def decode(self, blocks: BlockStates, count: int, choose: ChooseTokens) -> Tensor:
         """Decode the tokens of n blocks one place after another, (n, count) int64.
 
         Args:
-            states: (n, size, H) of the backbone, not normed.
-            known: (n,) int64, the anchors' tokens.
             choose: called once per place, in order.
         """
 
@@ -39,8 +37,8 @@ class SequentialBlockDraft(nn.Module, ABC):
     ) -> Tensor:
         """Return what a server would propose at each of many positions, greedily; as `DFlashDraft.propose`."""
 
-        def decode_greedily(states: Tensor, known: Tensor) -> Tensor:
-            return self.decode(states, known, count, lambda logits: logits.argmax(-1))
+        def decode_greedily(blocks: BlockStates) -> Tensor:
+            return self.decode(blocks, count, lambda logits: logits.argmax(-1))
 
         return self.backbone.propose_blocks(input_ids, features, position_mask, count, decode_greedily, documents)
 
@@ -55,23 +53,20 @@ class BlockDrafter(Drafter):
     def __init__(self, draft: SequentialBlockDraft, backbone: DFlashDrafter) -> None:
         self._draft = draft
         self._backbone = backbone
-        self._known: Tensor | None = None
 
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
         self._backbone.extend(features, next_tokens)
-        self._known = next_tokens[-1:]
 
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
-        states, known = self._backbone.compute_states()[None], self._known
-        assert known is not None, "compute_states refuses a drafter that knows no token"
+        block = self._backbone.compute_states()
         if temperature == 0:
-            return Proposal(self._draft.decode(states, known, count, lambda logits: logits.argmax(-1))[0])
+            return Proposal(self._draft.decode(block, count, lambda logits: logits.argmax(-1))[0])
         drawn_from: list[Tensor] = []
 
         def sample(logits: Tensor) -> Tensor:
             drawn_from.append(distribution(logits[0], temperature))
             return draw(drawn_from[-1], generator)[None]
 
-        tokens = self._draft.decode(states, known, count, sample)[0]
+        tokens = self._draft.decode(block, count, sample)[0]
         return Proposal(tokens, torch.stack(drawn_from))

@@ -13,7 +13,7 @@ from draftworks.drafts.anchors import Blocks
 from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
-from draftworks.strategies.dflash.model import DFlashDraft, DFlashLayer
+from draftworks.strategies.dflash.model import BlockStates, DFlashDraft, DFlashLayer
 
 
 class DFlashDrafter(Drafter):
@@ -29,6 +29,7 @@ class DFlashDrafter(Drafter):
         self._length = 0
         self._context: list[KeyValue] = []
         self._anchor: Tensor | None = None
+        self._last: Tensor | None = None
 
     @torch.no_grad()
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
@@ -38,21 +39,21 @@ class DFlashDrafter(Drafter):
         new = [layer.self_attn.project_key_value(context, rotation) for layer in _layers(model)]
         self._context = [old.concat(fresh) for old, fresh in zip(self._context, new)] if self._context else new
         self._length += count
-        self._anchor = next_tokens[-1:]
+        self._anchor, self._last = next_tokens[-1:], context[:, -1]
 
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
         model = self._model
-        logits = F.linear(model.norm(self.compute_states()[1 : 1 + count]), model.target_head)
+        logits = F.linear(model.norm(self.compute_states().states[0, 1 : 1 + count]), model.target_head)
         if temperature == 0:
             return Proposal(logits.argmax(-1))
         probabilities = distribution(logits, temperature)
         return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
 
     @torch.no_grad()
-    def compute_states(self) -> Tensor:
-        """Return the states (size, H), not normed, of the block that begins at the last known token."""
-        if self._anchor is None:
+    def compute_states(self) -> BlockStates:
+        """Return the block that begins at the last known token, n = 1."""
+        if self._anchor is None or self._last is None:
             raise RuntimeError("propose was called before extend")
         model = self._model
         where = torch.tensor([[self._length]], device=self._anchor.device)
@@ -61,7 +62,7 @@ class DFlashDrafter(Drafter):
         hidden, attend = model.embed_blocks(self._anchor[None]), DraftAttention(block.make_seen_keys(self._length))
         for layer, context in zip(_layers(model), self._context, strict=True):
             hidden = layer.forward_cached(hidden, context, rotation, attend)
-        return hidden[0]
+        return BlockStates(hidden, self._anchor, self._last)
 
 
 def _layers(model: DFlashDraft) -> list[DFlashLayer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,27 @@ PROPOSE_BLOCKS_AT_ONCE = 64
 DECODE_BLOCKS_AT_ONCE = 128
 """Blocks that get logits at a time in `propose`."""
 
-DecodeBlocks = Callable[[Tensor, Tensor], Tensor]
-"""From the blocks' states (n, size, H), not normed, and their anchors' tokens (n,) to the proposed tokens (n, count)."""
+
+class BlockStates(NamedTuple):
+    """What the tokens of n blocks are decoded from.
+
+    Attributes:
+        states: (n, size, H) of the backbone, not normed.
+        known: (n,) int64, the anchors' tokens.
+        context: (n, H), the fused context at the position before each anchor, the last one that a server has.
+    """
+
+    states: Tensor
+    known: Tensor
+    context: Tensor
+
+    def split(self, size: int) -> Iterator[BlockStates]:
+        """Yield `size` blocks at a time."""
+        return map(BlockStates._make, zip(*(part.split(size) for part in self), strict=True))
+
+
+DecodeBlocks = Callable[[BlockStates], Tensor]
+"""From n blocks to the proposed tokens (n, count)."""
 
 
 class CastHead(NamedTuple):
@@ -224,8 +243,8 @@ class DFlashDraft(nn.Module):
         """
         head = self.target_head
 
-        def decode_greedily(states: Tensor, known: Tensor) -> Tensor:
-            return F.linear(self.norm(states[:, 1 : 1 + count]), head).argmax(-1)
+        def decode_greedily(blocks: BlockStates) -> Tensor:
+            return F.linear(self.norm(blocks.states[:, 1 : 1 + count]), head).argmax(-1)
 
         return self.propose_blocks(input_ids, features, position_mask, count, decode_greedily, documents)
 
@@ -252,7 +271,8 @@ class DFlashDraft(nn.Module):
             states = self.compute_states(input_ids, context, part)[part.live]  # (n, size, H)
             row, block = part.live.nonzero().T
             anchors = part.anchors[row, block]
-            known = input_ids[row, anchors]
-            pieces = zip(states.split(DECODE_BLOCKS_AT_ONCE), known.split(DECODE_BLOCKS_AT_ONCE), strict=True)
-            proposals[row, anchors - 1] = torch.cat([decode(*piece) for piece in pieces])
+            pieces = BlockStates(states, input_ids[row, anchors], context[row, anchors - 1]).split(
+                DECODE_BLOCKS_AT_ONCE
+            )
+            proposals[row, anchors - 1] = torch.cat([decode(piece) for piece in pieces])
         return proposals

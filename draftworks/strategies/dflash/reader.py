@@ -89,13 +89,17 @@ class DFlashReader(ExportReader):
 
     def rows(self, features: Features, next_tokens: Tensor) -> Tensor:
         """Return all rows of the block as the head reads them, (block, H)."""
-        context = self._norm(self.join_taps(features) @ self.weights["fc.weight"].T, "hidden_norm")  # (n, H)
+        context = self.fuse_context(features)
         tokens = torch.full((self.block_size,), self.mask_token)
         tokens[0] = next_tokens[-1]
         block = self.embedding[tokens].to(self.dtype)  # (block, H)
         for layer, mask in enumerate(self.masks):
             block = self._run_layer(block, context, f"layers.{layer}.", mask(len(context), self.block_size))
         return self._norm(block, "norm")
+
+    def fuse_context(self, features: Features) -> Tensor:
+        """Return what the layers read of the target, (n, H)."""
+        return self._norm(self.join_taps(features) @ self.weights["fc.weight"].T, "hidden_norm")
 
     def _run_layer(self, block: Tensor, context: Tensor, layer: str, visible: Tensor) -> Tensor:
         own = self._norm(block, f"{layer}input_layernorm")

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from draftworks.drafts.anchors import Blocks
 from draftworks.drafts.layers import seeded_linear, uninitialized
 from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
-from draftworks.strategies.dflash.model import DFlashDraft
+from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
 from draftworks.strategies.domino.loss import DominoLosses, DominoObjective, DominoStates, domino_cross_entropy
 
 
@@ -122,10 +122,10 @@ class DominoDraft(SequentialBlockDraft):
         )
 
     @torch.no_grad()
-    def decode(self, states: Tensor, known: Tensor, count: int, choose: ChooseTokens) -> Tensor:
-        normed = self.backbone.norm(states[:, self._first_place : self._first_place + count])
+    def decode(self, blocks: BlockStates, count: int, choose: ChooseTokens) -> Tensor:
+        normed = self.backbone.norm(blocks.states[:, self._first_place : self._first_place + count])
         base = F.linear(normed, self.backbone.target_head)  # (n, count, V)
-        decoded, token, prefix = [], known, None
+        decoded, token, prefix = [], blocks.known, None
         for place in range(count):
             logits = base[:, place]
             prefix = self.correction.advance(self._embedded(token), prefix)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
 from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
-from draftworks.strategies.dflash.model import DFlashDraft
+from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
 from draftworks.strategies.dspark.heads import MARKOV_HEADS, ConfidenceHead, NoMarkovHead
 from draftworks.strategies.dspark.loss import DSparkLosses, DSparkObjective, DSparkStates, dspark_losses
 
@@ -85,11 +85,11 @@ class DSparkDraft(SequentialBlockDraft):
         )
 
     @torch.no_grad()
-    def decode(self, states: Tensor, known: Tensor, count: int, choose: ChooseTokens) -> Tensor:
+    def decode(self, blocks: BlockStates, count: int, choose: ChooseTokens) -> Tensor:
         markov = self.markov_head
-        head, projection = self.backbone.target_head, markov.projection.to(states.dtype)
-        decoded, token, memory = [], known, None
-        for state in self.backbone.norm(states[:, :count]).unbind(1):
+        head, projection = self.backbone.target_head, markov.projection.to(blocks.states.dtype)
+        decoded, token, memory = [], blocks.known, None
+        for state in self.backbone.norm(blocks.states[:, :count]).unbind(1):
             narrow, memory = markov.step(markov.embed(token).to(state.dtype), state, memory)
             token = choose(F.linear(state, head) + F.linear(narrow, projection))
             decoded.append(token)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError, StoreError
+from draftworks.strategies.dflash.model import BlockStates
 from draftworks.strategies.dspark.options import DSparkOptions
 from draftworks.strategies.dspark.strategy import DSparkStrategy
 
@@ -171,8 +172,8 @@ def test_an_untrained_draft_proposes_what_its_backbone_does_and_is_in_doubt(part
     one, backbone = taught([1] * 9, 2, torch.float32), strategy.model.backbone
     batch, rows = strategy.collate([one], ["a"]), torch.ones(1, 9, dtype=torch.bool)
 
-    def first_choices(states: Tensor, known: Tensor) -> Tensor:
-        return F.linear(backbone.norm(states), backbone.target_head).argmax(-1)
+    def first_choices(blocks: BlockStates) -> Tensor:
+        return F.linear(backbone.norm(blocks.states), backbone.target_head).argmax(-1)
 
     alone = backbone.propose_blocks(batch["input_ids"], batch["features"], rows, 4, first_choices)
     assert torch.equal(strategy.propose(batch, rows, 4), alone)
