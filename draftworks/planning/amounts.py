@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -27,6 +28,7 @@ _LEFT_OUT = (
     *("other_events", "dropped_for_secrets", "dropped_by_redaction"),
 )
 """Counts of a prepared set's rows that are not used."""
+_DEVIATIONS = 2.0
 _SAME_DATA, _OTHER_DATA = 1.05, 1.5
 """Factors by which tokens per sample may differ from those of earlier answers."""
 
@@ -185,7 +187,7 @@ def _count_conversations(subject: PlanSubject, part: _Part, sample: DataSample |
             f"draftworks run prepare --target {name}"
         )
     if sample is None:
-        return Estimate.exactly(float(limit or 0)) * _find_share(subject, part.part)
+        return _choose_by_hash(Estimate.exactly(float(limit or 0)), _find_share(subject, part.part))
     rows = Estimate(sample.rows.low * 0.8, sample.rows.value, sample.rows.high)  # some are rejected, or duplicates
     return _choose(subject, part, rows)
 
@@ -195,8 +197,19 @@ def _choose(subject: PlanSubject, part: _Part, usable: Estimate) -> Estimate:
     part of an eval set split and then cut."""
     limit = _find_limit(subject, part.eval_set)
     if part.eval_set != HELDOUT and subject.registry.load_eval_set(part.eval_set).part == "held_out":
-        usable = usable * subject.target.data.held_out_share
-    return (usable if limit is None else usable.cap(limit)) * _find_share(subject, part.part)
+        usable = _choose_by_hash(usable, subject.target.data.held_out_share)
+    return _choose_by_hash(usable if limit is None else usable.cap(limit), _find_share(subject, part.part))
+
+
+def _choose_by_hash(rows: Estimate, share: float) -> Estimate:
+    """Return how many of the rows a hash chooses that chooses each with this probability.
+
+    That is binomial: the bounds are two standard deviations, sqrt(n p (1 - p)) each, beyond those of the rows.
+    """
+    spread = [_DEVIATIONS * math.sqrt(count * share * (1.0 - share)) for count in (rows.low, rows.high)]
+    return Estimate(
+        max(rows.low * share - spread[0], 0.0), rows.value * share, min(rows.high * share + spread[1], rows.high)
+    )
 
 
 def _find_limit(subject: PlanSubject, eval_set: str) -> int | None:

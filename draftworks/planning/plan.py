@@ -27,12 +27,15 @@ class WayPlan:
     Attributes:
         storage: encoding of the training features, as `capture.storage`.
         peak_bytes: of features that are stored at most.
+        unasked_gate: seconds of the comparison that fp8 needs first, where the target's entry does not ask for fp8; in no
+            sum of this plan.
     """
 
     way: Way
     storage: str
     steps: tuple[PlannedStep, ...]
     peak_bytes: Estimate
+    unasked_gate: Estimate = NOTHING
 
     @property
     def nbytes(self) -> Estimate:
@@ -178,7 +181,8 @@ def add_plans(plans: Sequence[Plan]) -> Plan:
         stored = sum((each.nbytes for each in steps.values()), NOTHING)
         storages = dict.fromkeys(plan.ways[way].storage for plan in plans)
         together = peak if way == "streamed" else stored
-        ways[way] = WayPlan(way, ", ".join(storages), tuple(steps.values()), together)
+        gates = sum((plan.ways[way].unasked_gate for plan in plans), NOTHING)
+        ways[way] = WayPlan(way, ", ".join(storages), tuple(steps.values()), together, gates)
     return Plan(
         targets=tuple(name for plan in plans for name in plan.targets),
         strategies=tuple(dict.fromkeys(name for plan in plans for name in plan.strategies)),
@@ -193,4 +197,5 @@ def add_plans(plans: Sequence[Plan]) -> Plan:
 
 def _plan_way(planner: StepPlanner) -> WayPlan:
     steps = tuple(planner.list_steps())
-    return WayPlan(planner.way, planner.capture.storage, steps, planner.count_peak_bytes(steps))
+    gate = NOTHING if planner.way != "fp8" or planner.asks_for_fp8 else planner.plan_gate().seconds
+    return WayPlan(planner.way, planner.capture.storage, steps, planner.count_peak_bytes(steps), gate)

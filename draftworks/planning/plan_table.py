@@ -11,6 +11,7 @@ from draftworks.planning.plan import Plan
 from draftworks.planning.saved_plan import StepActual
 from draftworks.planning.steps import WAYS, PlannedStep
 
+_LEAST_MINUTES_S, _LEAST_HOURS_S = 120, 3600
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -21,16 +22,19 @@ def build_header(plan: Plan, actual: Sequence[StepActual] = ()) -> tuple[str, ..
 
 
 def build_rows(plan: Plan, actual: Sequence[StepActual] = ()) -> list[tuple[str, ...]]:
-    """Return a row for each step, then those of hours, bytes and money; of steps that exist nothing is left to do."""
+    """Return a row for each step, then those of time, GPU-hours, bytes and money; of steps that exist nothing is left to
+    do. What steps took is summed over those that have a row."""
     took = {each.step.asset: each for each in actual}
-    rows = [_build_step_row(plan, asset, took if actual else None) for asset in _list_assets(plan)]
+    assets = _list_assets(plan)
+    rows = [_build_step_row(plan, asset, took if actual else None) for asset in assets]
     blank = ("", "") if actual else ()
+    sums = _sum_actual([took[asset] for asset in assets if asset in took]) if actual else ()
 
-    def add(name: str, texts: Mapping[str, str]) -> None:
-        rows.append((name, "", "", *(texts[way] for way in WAYS), *blank, ""))
+    def add(name: str, texts: Mapping[str, str], compared: tuple[str, ...] = blank) -> None:
+        rows.append((name, "", "", *(texts[way] for way in WAYS), *compared, ""))
 
     ways = plan.ways
-    add("hours", {way: format_seconds(ways[way].hours * 3600) for way in WAYS})
+    add("time", {way: format_seconds(ways[way].hours * 3600) for way in WAYS}, sums)
     add("GPU-hours", {way: format_estimate(ways[way].gpu_hours) for way in WAYS})
     add("features", {way: format_bytes(ways[way].nbytes) for way in WAYS})
     add("features, not there yet", {way: format_bytes(ways[way].new_bytes) for way in WAYS})
@@ -56,6 +60,7 @@ def build_json(plan: Plan, actual: Sequence[StepActual] = ()) -> dict[str, Any]:
             "feature_bytes": found.nbytes.to_json(),
             "new_feature_bytes": found.new_bytes.to_json(),
             "peak_feature_bytes": found.peak_bytes.to_json(),
+            "unasked_gate_seconds": found.unasked_gate.to_json(),
             "money": None if money is None else asdict(money),
             "steps": [_describe_step(each) for each in found.steps],
         }
@@ -88,7 +93,23 @@ def build_json(plan: Plan, actual: Sequence[StepActual] = ()) -> dict[str, Any]:
     }
 
 
-def describe_data(plan: Plan) -> list[str]:
+def describe_beside(plan: Plan) -> list[str]:
+    """Return what a reader has to know beside the table: of the data, of the gate of fp8, of the rates."""
+    lines = _describe_data(plan)
+    gate = plan.ways["fp8"].unasked_gate
+    if gate.high:
+        lines.append(
+            f"fp8: the registry does not ask for it. If it did, fp8_gate would come first: {format_seconds(gate)}, which is "
+            "not in the table"
+        )
+    if any(step.source.kind == "documented" for way in plan.ways.values() for step in way.steps):
+        lines.append(
+            "documented rates are of programs that had their machine to themselves: beside other work it takes longer"
+        )
+    return lines
+
+
+def _describe_data(plan: Plan) -> list[str]:
     """Return a line for each part of the data: samples, tokens, and how they are known."""
     return [
         f"{name}: {format_estimate(amount.samples)} samples, {format_estimate(amount.tokens)} tokens "
@@ -98,11 +119,22 @@ def describe_data(plan: Plan) -> list[str]:
 
 
 def format_seconds(found: Estimate) -> str:
-    """Format seconds in a unit that suits them, with their bounds where they have any."""
+    """Format seconds with their bounds where they have any: 40 s, 4.6 (1.8–12) min, 1 h 20 min (40 min–3 h 5 min)."""
     if not found.high:
         return "0"
-    unit, name = (3600, "h") if found.value >= 7200 else (60, "min") if found.value >= 120 else (1, "s")
+    if found.value >= _LEAST_HOURS_S:
+        low, value, high = map(_format_hours, (found.low, found.value, found.high))
+        return value if found.low == found.high else f"{value} ({low}–{high})"
+    unit, name = (60, "min") if found.value >= _LEAST_MINUTES_S else (1, "s")
     return f"{format_estimate(found * (1 / unit))} {name}"
+
+
+def _format_hours(seconds: float) -> str:
+    """Format seconds as hours and minutes; minutes alone below an hour, hours alone from ten."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours >= 10:
+        return f"{round(seconds / 3600):,} h"
+    return " ".join(f"{count} {unit}" for count, unit in ((hours, "h"), (minutes, "min")) if count) or "0 min"
 
 
 def format_bytes(found: Estimate) -> str:
@@ -155,6 +187,13 @@ def _build_step_row(plan: Plan, asset: str, took: dict[str, StepActual] | None) 
     source = shown[0].source
     tokens_text = format_estimate(tokens) if tokens.high else ""
     return (asset, tokens_text, f"{there:.0%}", *seconds, *compared, f"{source.kind}: {source.text}")
+
+
+def _sum_actual(actual: Sequence[StepActual]) -> tuple[str, str]:
+    """Return what these steps took together, and the ratio to their plans."""
+    known = [(each.seconds, each.step.seconds.value) for each in actual if each.seconds is not None]
+    seconds, planned = sum(taken for taken, _ in known), sum(plan for _, plan in known)
+    return format_seconds(Estimate.exactly(seconds)), f"{seconds / planned:.2f}" if planned else ""
 
 
 def _format_way(steps: Sequence[PlannedStep]) -> str:

@@ -115,6 +115,11 @@ class StepPlanner:
         storage = "fp8_taps" if capture.storage == "plain" else capture.storage
         return capture.model_copy(update={"storage": storage, "dtype": "bfloat16"})
 
+    @property
+    def asks_for_fp8(self) -> bool:
+        """Whether the target's entry stores features in fp8."""
+        return self.subject.target.capture.storage != "plain"
+
     def list_steps(self) -> Iterator[PlannedStep]:
         """Yield the steps in the order in which a run makes them."""
         yield self._plan_answers(TRAIN, RESPONSES)
@@ -123,8 +128,8 @@ class StepPlanner:
             yield self._plan_answers(name, asset)
         for name in self.subject.eval_sets:
             yield self._plan_eval_features(name)
-        if self.way == "fp8":
-            yield self._plan_gate()
+        if self.way == "fp8" and self.asks_for_fp8:
+            yield self.plan_gate()
         yield self._plan_features()
         for number, strategy in enumerate(self.strategies):
             yield from self._plan_draft(strategy, leads=number == 0)
@@ -216,7 +221,7 @@ class StepPlanner:
         per_token = count_token_bytes(self.subject, self.capture)
         return self._train.tokens * (per_token * find_distinct_share(self.subject))
 
-    def _plan_gate(self) -> PlannedStep:
+    def plan_gate(self) -> PlannedStep:
         """Plan the comparison that fp8 needs: a plain capture of a sample, and trainings and reports with each seed."""
         gates, amount = self.subject.target.gates, self._train
         storage = self.capture.storage

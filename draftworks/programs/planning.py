@@ -13,7 +13,7 @@ from rich.table import Table
 
 from draftworks.errors import DraftworksError
 from draftworks.planning.plan import Plan, add_plans, make_plan
-from draftworks.planning.plan_table import build_header, build_json, build_rows, describe_data
+from draftworks.planning.plan_table import build_header, build_json, build_rows, describe_beside
 from draftworks.planning.saved_plan import StepActual, compare_plan, load_plan
 from draftworks.planning.subject import PlanSubject
 from draftworks.programs.start import CHECKOUT, report_error
@@ -22,8 +22,8 @@ from draftworks.targets.registry import Registry
 CHECKOUT_REGISTRY = CHECKOUT / "registry"
 FILE_WIDTH = 1000
 CAPTION = (
-    "* as the registry has it. Seconds, minutes or hours of what is left to do, most likely value and bounds; a step's "
-    "GPU-hours are those times its GPUs, where a process on the CPU counts as one"
+    "* as the registry has it. Time of what is left to do, one step after the other: most likely value and bounds; "
+    "GPU-hours are a step's hours times its GPUs, where a process on the CPU counts as one"
 )
 
 
@@ -52,7 +52,7 @@ def plan(
         return
     console = Console(width=None if Console().is_terminal else FILE_WIDTH)
     console.print(build_plan_table(made, actual))
-    for line in describe_data(made):
+    for line in describe_beside(made):
         console.print(line, markup=False, highlight=False)
 
 
