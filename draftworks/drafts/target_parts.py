@@ -33,6 +33,7 @@ class TargetParts:
         rope: rope parameters in the form of transformers 5 (`rope_type`, `rope_theta`, ...).
         embedding_scale: factor by which the target multiplies rows of `embedding` at lookup.
         own: what differs from the target because the draft has its own, a sentence each.
+        source: the files that all this was read from; None where it was made in memory.
     """
 
     hidden_size: int
@@ -49,6 +50,7 @@ class TargetParts:
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     embedding_scale: float = 1.0
     own: tuple[str, ...] = ()
+    source: TargetFiles | None = field(default=None, repr=False)
 
     @property
     def tied(self) -> bool:
@@ -92,6 +94,7 @@ class TargetParts:
             embedding=embedding,
             head=embedding if tied else weights.read("lm_head.weight", shape),
             embedding_scale=find_embedding_scale(config.model_type, config.hidden_size),
+            source=target,
             **{each.name: getattr(layers, each.name) for each in fields(layers)},
         )
 

@@ -66,7 +66,7 @@ def measure_draft_gap(
     Returns:
         None if the draft does not repeat `proposed`, or if the gap is too large for a probability.
     """
-    features = TargetSession(model, taps).forward(tokens[:-1]).features
+    features = TargetSession(model, taps, last=_reads_last(strategy)).forward(tokens[:-1]).features
     following = torch.tensor(tokens[1:], device=model.device)
     generator = Generator(model.device).manual_seed(0)
     for _ in range(MAX_TRIES):
@@ -118,6 +118,10 @@ class SpeculativeDecodingResult(DecodingResult):
     @property
     def trace(self) -> AnswerTrace:
         return AnswerTrace(self.tokens, self.passes)
+
+
+def _reads_last(strategy: DraftStrategy) -> bool:
+    return "last" in strategy.feature_names
 
 
 @dataclass
@@ -183,7 +187,8 @@ def speculate(
     if not prompt:
         raise ConfigError("empty prompt: speculative decoding begins at the last prompt position")
     started = time.perf_counter()
-    session, answer, drafter = TargetSession(model, taps, rewinds=True), _Answer(limits), strategy.drafter()
+    session = TargetSession(model, taps, rewinds=True, last=_reads_last(strategy))
+    answer, drafter = _Answer(limits), strategy.drafter()
     target_pass = session.forward(prompt)
     session.rewind_to(len(prompt))
     answer.extend([_choose_token(target_pass.logits[-1], temperature, generator)])

@@ -37,11 +37,15 @@ class TargetSession:
     Args:
         taps: residual streams to return with the logits.
         rewinds: whether `rewind_to` is called after every `forward`. Layers with a sliding window keep more until then.
+        last: return the last hidden states, after the final norm, with the streams.
     """
 
-    def __init__(self, model: PreTrainedModel, taps: Sequence[LayerTap] = (), rewinds: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, taps: Sequence[LayerTap] = (), rewinds: bool = False, last: bool = False
+    ) -> None:
         self._model = model
         self._taps = tuple(taps)
+        self._last_hidden = last
         self._cache = DynamicCache(config=model.config)
         self._recurrent = [index for index, layer in enumerate(self._cache.layers) if type(layer) not in _CROPPABLE]
         self._rewinds = rewinds
@@ -63,9 +67,11 @@ class TargetSession:
             input_ids=self._ids(tokens),
             past_key_values=self._cache,
             use_cache=True,
-            output_hidden_states=bool(self._taps),
+            output_hidden_states=bool(self._taps) or self._last_hidden,
         )
         features = {tap.name: out.hidden_states[tap.hf_index][0] for tap in self._taps}  # (1, n, H) to (n, H)
+        if self._last_hidden:
+            features["last"] = out.hidden_states[-1][0]
         return TargetPass(out.logits[0], features)
 
     @torch.no_grad()

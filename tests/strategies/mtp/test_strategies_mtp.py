@@ -1,0 +1,139 @@
+"""MTP fine-tuning: the target's own layer, its loss, and what it proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from ladder_toys import TAPS, TTT, build_ladder, greedy_answers
+from model_families import HIDDEN, VOCAB, in_float64
+from mtp_toys import KINDS, SHARD, mtp, save_target_with_mtp
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.drafts.strategy import DraftStrategy, StepContext
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.evaluation.ladder.loop import DecodingLoop
+from draftworks.evaluation.ladder.prompts import Prompt
+from draftworks.evaluation.ladder.replay import replay_all
+from draftworks.export.readers.files import ExportFolder
+from draftworks.export.readers.reader import ExportReader, TargetTensors
+from draftworks.storage.regular_files import read_json
+from draftworks.strategies.mtp.reader import read_target_mtp
+
+MakeTarget = Callable[[str], TargetFiles]
+
+
+@pytest.fixture(scope="module")
+def mtp_target(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("mtp")
+    return cache(lambda kind: save_target_with_mtp(kind, folder / kind))
+
+
+def draw_samples(strategy: DraftStrategy, lengths: tuple[int, ...] = (9, 13, 6)) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "input_ids": torch.randint(VOCAB, (length,), generator=generator),
+            "loss_mask": torch.arange(length) > 2,
+            "last": torch.randn(length, HIDDEN, generator=generator),
+        }
+        for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_walk_equals_the_real_loop(kind: str, mtp_target: MakeTarget, tiny_folder: Path):
+    """Count for count, but for near ties: the gated delta rule of transformers is fp32 whatever the model's dtype is."""
+    target = mtp_target(kind)
+    model = in_float64(AutoModelForCausalLM.from_pretrained(target.model, dtype=torch.float32).eval())
+    answers = greedy_answers(tiny_folder, prompts=4, max_new_tokens=24, model=model)
+    ladder = build_ladder(answers, target, steps=30, make=mtp)
+    names = {sample.name for sample in ladder.samples}
+    walked = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
+    loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
+    prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
+    found = loop.measure(prompts, 0.0, {one.walk.sample_id: one.first_answer for one in walked})
+    assert all(one.gap is not None and one.gap < 1e-4 for one in found.differences)
+    tied = {one.sample_id for one in found.differences}
+    assert len(tied) < 2
+    walks = {one.walk.sample_id: one.walk for one in walked}
+    assert all(walks[one.sample_id] == one for one in found.prompts if one.sample_id not in tied)
+    assert sum(one.accepted for one in found.prompts) > 5
+
+
+@pytest.mark.parametrize("attends", ["chain", "step"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_samples_give_the_sums_of_padded_ones(kind: str, attends: str, mtp_target: MakeTarget):
+    strategy = mtp(TargetParts.load(mtp_target(kind)), attends=attends)
+    strategy.model.double()
+    samples, names = draw_samples(strategy), ["a", "b", "c"]
+    padded, packed = (
+        strategy.forward_loss(layout(samples, names), StepContext(training=True))
+        for layout in (strategy.collate, strategy.pack)
+    )
+    torch.testing.assert_close(packed.loss_sum, padded.loss_sum)
+    assert packed.loss_weight == padded.loss_weight > 0
+    for name, sums in padded.metric_sums.items():
+        torch.testing.assert_close(packed.metric_sums[name], sums)
+    alone, together = (
+        strategy.propose(batch, torch.ones_like(batch["input_ids"], dtype=torch.bool), 3)
+        for batch in (strategy.collate(samples, names), strategy.pack(samples, names))
+    )
+    rows = [alone[row, : len(sample["input_ids"])] for row, sample in enumerate(samples)]
+    assert torch.equal(torch.cat(rows), together[0])
+
+
+def open_reader(target: TargetFiles, parts: TargetParts) -> ExportReader:
+    """The independent reader on the target's own files."""
+    folder = Path(target.model)
+    files = ExportFolder(folder, read_json(folder / "config.json"), load_file(folder / SHARD))
+    return read_target_mtp(files, TargetTensors(parts.embedding.double(), parts.head.double()), torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_untrained_draft_is_the_targets_own_layer(kind: str, mtp_target: MakeTarget):
+    """What it proposes has the probabilities that a reader of the target's files computes, which shares no code."""
+    parts = TargetParts.load(mtp_target(kind))
+    strategy, reader = mtp(parts), open_reader(mtp_target(kind), parts)
+    strategy.model.double()
+    sample, generator = draw_samples(strategy)[1], torch.Generator().manual_seed(5)
+    for length in (2, 8, 12):
+        drafter = strategy.drafter()
+        following = sample["input_ids"][1 : length + 1]
+        drafter.extend({"last": sample["last"][: length - 1].double()}, following[:-1])
+        drafter.extend({"last": sample["last"][length - 1 : length].double()}, following[-1:])
+        drafter.propose(2, 0.0, None)  # leaves no trace
+        proposal = drafter.propose(4, 1.0, generator)
+        theirs = reader.log_probabilities({"last": sample["last"][:length]}, following, proposal.tokens)
+        # Norms, rotations and routers of transformers are fp32 whatever the model's dtype is.
+        torch.testing.assert_close(proposal.probabilities.log(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_a_chain_is_that_of_a_plain_loop(kind: str, mtp_target: MakeTarget):
+    """Every labelled place by itself, by the reader: the layer sees what a server's would, fed the sample's own tokens."""
+    parts = TargetParts.load(mtp_target(kind))
+    strategy, reader = mtp(parts, num_steps=3), open_reader(mtp_target(kind), parts)
+    samples = draw_samples(strategy)
+    output = strategy.forward_loss(strategy.pack(samples, ["a", "b", "c"]), StepContext(training=True))
+    sums, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for sample in samples:
+        ids, mask = sample["input_ids"], sample["loss_mask"]
+        for place in range(len(ids) - 2):
+            drawn = ids[place + 2 : place + 5]
+            said = reader.log_probabilities(sample["last"][: place + 1], ids[1 : place + 2], drawn)
+            for step, label in enumerate(drawn):
+                if mask[place + 1 : place + 3 + step].all():
+                    sums[step] -= said[step, label]
+                    counts[step] += 1
+    torch.testing.assert_close(output.metric_sums["loss_sums"], sums, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(output.metric_sums["loss_denoms"], counts)
+    weights = torch.tensor([1.0, 0.6, 0.36]) / 1.96
+    torch.testing.assert_close(output.loss_sum.double(), (weights * sums).sum(), rtol=1e-4, atol=1e-3)
+    assert output.loss_weight == counts[0]

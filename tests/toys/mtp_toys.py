@@ -1,0 +1,69 @@
+"""Tiny random targets with a multi-token-prediction (MTP) layer of their own, under the names of published checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from model_families import HIDDEN, LAYERS, VOCAB, save_family
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.strategies.mtp.options import MtpOptions
+from draftworks.strategies.mtp.strategy import MtpStrategy
+from draftworks.targets.resolve import digest_target_files
+
+KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe", "deepseek_v3")
+SHARD, INDEX = "model-mtp.safetensors", "model.safetensors.index.json"
+_QWEN = ("mtp.fc", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding", "mtp.norm", "mtp.layers.0.")
+_OWN = f"model.layers.{LAYERS}."
+_DEEPSEEK = (f"{_OWN}eh_proj", f"{_OWN}hnorm", f"{_OWN}enorm", f"{_OWN}shared_head.norm", _OWN)
+"""Names of the projection, the norms of state, token and output, and what those of the layer begin with."""
+
+
+def save_target_with_mtp(kind: str, folder: Path) -> TargetFiles:
+    """Write a target of a family with an MTP layer of tensors like those of its last layer, in a second file."""
+    target = save_family(kind, folder)
+    write_mtp(kind, folder)
+    return digest_target_files(target)
+
+
+def write_mtp(kind: str, folder: Path, seed: int = 3) -> dict[str, Tensor]:
+    """Write the MTP layer's file and the index, and return its tensors."""
+    whole = load_file(folder / "model.safetensors")
+    names = _DEEPSEEK if kind == "deepseek_v3" else _QWEN
+    tensors = draw_mtp(whole, names, seed)
+    save_file(tensors, folder / SHARD, metadata={"format": "pt"})
+    weight_map = dict.fromkeys(whole, "model.safetensors") | dict.fromkeys(tensors, SHARD)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tensors
+
+
+def draw_mtp(whole: dict[str, Tensor], names: tuple[str, ...], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    fc, *norms, layer = names
+    last = re.compile(rf"^.*\blayers\.{LAYERS - 1}\.(.*)$")
+    found = {m[1]: tensor for name, tensor in sorted(whole.items()) if (m := last.match(name))}
+    tensors = {f"{layer}{name}": _draw_like(name, tensor, generator) for name, tensor in found.items()}
+    tensors[f"{fc}.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.2
+    centre = 1.0 if names is _DEEPSEEK else 0.0  # Qwen's norms add one to their weights
+    tensors |= {f"{norm}.weight": centre + 0.3 * torch.randn(HIDDEN, generator=generator) for norm in norms}
+    if names is _DEEPSEEK:
+        copies = (f"{_OWN}embed_tokens.weight", f"{_OWN}shared_head.head.weight")
+        tensors |= {name: torch.randn(VOCAB, HIDDEN, generator=generator) for name in copies}
+    return tensors
+
+
+def _draw_like(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
+    scale = 0.3 if tensor.ndim == 1 else 0.15
+    noise = scale * torch.randn(tensor.shape, generator=generator)
+    return noise + tensor.mean().round() if "norm" in name else noise
+
+
+def mtp(parts: TargetParts, samples: object = None, **options: object) -> DraftStrategy:
+    return MtpStrategy(MtpOptions(**{"num_steps": 4, **options}), parts, None, seed=1)
