@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
 from draftworks.strategies.dflash.loss import BlockChunk, LabelWeighting, at_least_float32, is_argmax, split_into_chunks
+from draftworks.strategies.dflash.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def dspark_losses(
         labels: (N, k) int64.
         label_mask: (N, k) bool, on at L labels; in a block, at the first ones.
     """
-    teacher = _Teacher(last, head)
+    teacher = Teacher(last, head)
 
     def formula(
         chunk: BlockChunk,
@@ -128,17 +129,3 @@ def dspark_losses(
         )
 
     return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), inputs, [projection])
-
-
-class _Teacher(NamedTuple):
-    """The target's last hidden states (B·S, H) and its head (V, H)."""
-
-    last: Tensor
-    head: Tensor
-
-    def compute_distributions(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the target's distributions (l, V) at the positions (l,); at equal positions they are computed once."""
-        positions, which = positions.unique(return_inverse=True)
-        logits = F.linear(self.last[positions].to(self.head.dtype), self.head)
-        # The same operations as for the draft's logits: where both agree, their difference is 0 and not rounding.
-        return logits.to(dtype).log_softmax(-1).exp().index_select(0, which)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from draftworks.drafts.anchors import Blocks
 from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
 from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
+from draftworks.strategies.dflash.teacher import locate_teachers
 from draftworks.strategies.dspark.heads import MARKOV_HEADS, ConfidenceHead, NoMarkovHead
 from draftworks.strategies.dspark.loss import DSparkLosses, DSparkObjective, DSparkStates, dspark_losses
 
@@ -77,7 +78,7 @@ class DSparkDraft(SequentialBlockDraft):
             states=normed[label_mask],
             narrow=markov.forward_block(embedded, normed)[label_mask],
             confidences=self._confidences(normed[label_mask], embedded[label_mask]),
-            positions=_teacher_positions(blocks, input_ids.shape[1])[taught][label_mask],
+            positions=locate_teachers(blocks, input_ids.shape[1])[taught][label_mask],
         )
         projection = markov.projection.to(normed.dtype)
         return dspark_losses(
@@ -100,12 +101,3 @@ class DSparkDraft(SequentialBlockDraft):
         if self.confidence_head is None:
             return None
         return self.confidence_head(torch.cat([normed, embedded], dim=-1) if self._with_markov else normed)
-
-
-def _teacher_positions(blocks: Blocks, length: int) -> Tensor:
-    """Return (B, A, size) int64: the flat position, of (B, length), at which the target predicts the label of place i.
-
-    The label anchor + 1 + i is predicted at position anchor + i, which is the position of place i itself.
-    """
-    places = blocks.row_positions.unflatten(1, (-1, blocks.size))
-    return places + torch.arange(len(places), device=places.device)[:, None, None] * length
