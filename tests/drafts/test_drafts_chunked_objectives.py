@@ -33,6 +33,7 @@ OBJECTIVES = [
     Case("dspark"),
     Case("dspark", {"markov_head_type": "gated", "weighting": "dpace"}),
     Case("dspark", {"markov_head_type": "rnn", "gamma": 2.0}),
+    Case("xpress"),
     Case("peagle"),
     Case("peagle", {"train_embeddings": False}),
 ]

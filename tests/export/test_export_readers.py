@@ -20,6 +20,7 @@ from random_exports import (
     speculators_dspark,
     speculators_eagle3,
     speculators_peagle,
+    speculators_xpress,
     zlab_dflash,
     zlab_domino,
     zlab_dspark,
@@ -42,6 +43,7 @@ def exports(tiny_folder, tiny_tensors) -> dict[str, RandomExport]:
         "zlab_domino": zlab_domino(),
         "zlab_dspark": zlab_dspark(markov_head_type="rnn"),
         "speculators_dspark": speculators_dspark(tiny_folder, draft_vocab=DRAFT_VOCAB, markov_head_type="gated"),
+        "speculators_xpress": speculators_xpress(tiny_folder, draft_vocab=DRAFT_VOCAB),
     }
 
 
@@ -101,7 +103,9 @@ def test_a_step_of_a_chain_depends_on_the_tokens_before_it_alone(export_format, 
     assert not torch.allclose(other[2].exp(), said[2].exp(), atol=1e-4)
 
 
-@pytest.mark.parametrize("export_format", ["zlab_dflash", "speculators_dflash", "speculators_peagle"])
+@pytest.mark.parametrize(
+    "export_format", ["zlab_dflash", "speculators_dflash", "speculators_peagle", "speculators_xpress"]
+)
 def test_a_block_does_not_depend_on_its_own_tokens(export_format, exports, ask, question):
     said = ask(export_format, exports[export_format])
     assert torch.equal(ask(export_format, exports[export_format], drawn=question.drawn.flip(0)), said)

@@ -39,6 +39,7 @@ OPTIONS_OF = {
     "dflash": BLOCKS,
     "domino": BLOCKS,
     "dspark": BLOCKS,
+    "xpress": BLOCKS | {"refiner_rank": 6},
 }
 
 

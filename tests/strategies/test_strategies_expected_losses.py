@@ -58,6 +58,7 @@ OPTIONS: Mapping[str, list[dict[str, Any]]] = {
         {"markov_head_type": "gated", "confidence_with_markov": False},
         {"markov_head_type": "rnn"},
     ],
+    "xpress": [{}, {"weighting": "dpace"}, {"base_weight": 0.0}, {"consistency_passes": 1}],
 }
 CASES = [
     Case(strategy, {**options, "loss": loss})

@@ -27,6 +27,7 @@ OPTIONS = {
     "dflash": BLOCKS,
     "domino": {**BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
     "dspark": {**BLOCKS, "markov_rank": 6},
+    "xpress": {**BLOCKS, "refiner_rank": 6},
 }
 THETA_1M = {"rope_type": "default", "rope_theta": 1e6}
 MakeTarget = Callable[[str], TargetFiles]
@@ -187,18 +188,19 @@ def test_heads_that_do_not_divide_are_a_draft_of_another_identity(family_target:
     assert resolve_strategy("dflash").identify_options(dflash, HIDDEN, 6) == dflash.to_identity()
 
 
+FIRST = ("dflash", "domino", "dspark", "eagle3", "peagle")
 IDENTITIES = {
     "tiny": "fbb81793b74d396e",
     "llama": "6cd23711abc5863a",
     "qwen3": "b14823237807a7f3",
 }
-"""Of what drafts of all strategies say of themselves, as first published: a change makes every draft of such a target stale."""
+"""Of what drafts of the first strategies say of themselves, as published: a change makes every draft of such a target stale."""
 
 
 @pytest.mark.parametrize("name", IDENTITIES)
 def test_drafts_of_known_targets_are_what_they_were(name: str, family_target: MakeTarget, tiny_target: TargetFiles):
     parts = TargetParts.load(tiny_target if name == "tiny" else family_target(name))
-    assert digest([make(strategy, parts).config() for strategy in sorted(OPTIONS)]) == IDENTITIES[name]
+    assert digest([make(strategy, parts).config() for strategy in FIRST]) == IDENTITIES[name]
 
 
 def test_a_draft_that_read_other_embeddings_is_not_loaded(family_target: MakeTarget, tmp_path):

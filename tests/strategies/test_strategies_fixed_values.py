@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_reference import dflash_sums, domino_sums, dspark_sums
+from block_reference import dflash_sums, domino_sums, dspark_sums, xpress_sums
 from dflash_toys import anchors_drawn, side_by_side
 from eagle3_reference import reference
 from fixed_values import CASES, HALFWAY, NAMES, projections, samples
@@ -85,6 +85,7 @@ def _blocks(strategy: DraftStrategy) -> tuple[torch.Tensor, dict[str, list[float
             *given, options.compute_lambda_base(HALFWAY.global_step, HALFWAY.total_steps)
         ),
         "dspark": dspark_sums,
+        "xpress": xpress_sums,
     }[strategy.name]
     sums = [of(strategy, one, side_by_side(one), at) for one, at in zip(drawn, anchors, strict=True)]
     by_place = {name: sum(one.by_place[name] for one in sums).tolist() for name in sums[0].by_place}

@@ -26,6 +26,8 @@ from draftworks.strategies.eagle3.options import Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 from draftworks.strategies.peagle.options import PEagleOptions
 from draftworks.strategies.peagle.strategy import PEagleStrategy
+from draftworks.strategies.xpress.options import XPressOptions
+from draftworks.strategies.xpress.strategy import XPressStrategy
 
 STREAMS = ("hf2", "hf4", "hf5", "last")
 VARIANTS = {
@@ -43,12 +45,14 @@ VARIANTS = {
     "dspark rnn dpace": ("dspark", {"markov_rank": 5, "markov_head_type": "rnn", "weighting": "dpace"}),
     "peagle": ("peagle", {"num_layers": 2}),
     "peagle eager": ("peagle", {"attention": "eager", "down_sample_ratio": 0.5, "train_embeddings": False}),
+    "xpress": ("xpress", {"refiner_rank": 5}),
     "dflash window": ("dflash", {"sliding_window": 3, "sliding_layers": [1]}),
 }
 BLOCK_STRATEGIES = {
     "dflash": (DFlashStrategy, DFlashOptions),
     "domino": (DominoStrategy, DominoOptions),
     "dspark": (DSparkStrategy, DSparkOptions),
+    "xpress": (XPressStrategy, XPressOptions),
 }
 REDUCED_VOCABULARY = {
     "eagle3": (Eagle3Strategy, Eagle3Options, "ttt_length"),

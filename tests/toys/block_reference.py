@@ -1,4 +1,4 @@
-"""Losses and metric sums of DFlash, Domino and DSpark, one block and one label at a time, from the logits of their readers."""
+"""Losses and metric sums of DFlash, Domino, DSpark and XPress, one block and one label at a time, from the logits of their readers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from reference_readers import dflash_reader, domino_reader, dspark_reader
+from reference_readers import dflash_reader, domino_reader, dspark_reader, xpress_reader
 from torch import Tensor
 
 from draftworks.drafts.strategy import DraftStrategy
@@ -123,6 +123,40 @@ def dspark_sums(strategy: DraftStrategy, sample: dict[str, Tensor], features: Te
             total.add_at("acceptance_sums", place, accepted, places)
             total.add_at("acc_corrects", place, right[place], places)
             total.add_at("acc_denoms", place, 1, places)
+    return total
+
+
+def xpress_sums(strategy: DraftStrategy, sample: dict[str, Tensor], features: Tensor, anchors: list[int]) -> Sums:
+    total, reader, options = _no_sums(features), xpress_reader(strategy), strategy.options
+    places = options.block_size - 1
+    for anchor, block in zip(anchors, _blocks(strategy, sample, features, anchors, places, contiguous=True)):
+        known, rows = int(block.next_tokens[-1]), reader.backbone.rows(block.features, block.next_tokens)
+        base = reader.backbone.logits(block.features, block.next_tokens, block.labels)
+        refined, played, tokens = reader.refine(rows, known, block.labels), [], base.argmax(-1)
+        for _ in range(options.consistency_passes):
+            played.append(reader.refine(rows, known, tokens))
+            tokens = played[-1].argmax(-1)
+        shares = [1.0, options.base_weight, *[options.consistency_weight / max(1, len(played))] * len(played)]
+        expected = 1.0
+        counted = block.label_mask.nonzero().flatten().tolist()
+        for logits, share in zip((refined, base, *played), shares, strict=True):
+            ce = block.cross_entropies(logits)
+            weights = weigh(strategy, ce.detach(), block.label_mask)
+            for place in counted:
+                teacher = (reader.backbone.head @ sample["last"][anchor + place]).softmax(-1)
+                accepted = torch.minimum(logits[place].softmax(-1), teacher).sum()
+                cost = options.ce_weight * ce[place] + options.tv_weight * (1 - accepted)
+                total.loss = total.loss + share * weights[place] * cost
+                if logits is refined:
+                    total.add_at("loss_sums", place, cost.detach(), places)
+                    total.add_at("acceptance_sums", place, accepted.detach(), places)
+                    total.add_at("acc_corrects", place, logits[place].argmax() == block.labels[place], places)
+                    total.add_at("acc_denoms", place, 1, places)
+                    expected *= float(accepted.detach())
+                    total.sums["tau"] += expected
+        total.sums["accept_len"] += _accepted_labels(refined, block)
+        total.sums["base_accept_len"] += _accepted_labels(base, block)
+        total.sums["blocks"] += int(block.label_mask.any())
     return total
 
 

@@ -32,8 +32,9 @@ EAGLE3 = {"ttt_length": 3, "draft_vocab_size": DRAFT_VOCAB}
 DFLASH = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "num_taps": 3}
 DOMINO = {**DFLASH, "emb_dim": 6, "gru_hidden_dim": 5}
 DSPARK = {**DFLASH, "markov_rank": 6}
+XPRESS = {**DFLASH, "refiner_rank": 6}
 PEAGLE = {"num_depths": 3, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB}
-OPTIONS = {"eagle3": EAGLE3, "peagle": PEAGLE, "dflash": DFLASH, "domino": DOMINO, "dspark": DSPARK}
+OPTIONS = {"eagle3": EAGLE3, "peagle": PEAGLE, "dflash": DFLASH, "domino": DOMINO, "dspark": DSPARK, "xpress": XPRESS}
 FORMATS = {
     "sglang_eagle3": "eagle3",
     "speculators_eagle3": "eagle3",
@@ -43,6 +44,7 @@ FORMATS = {
     "zlab_domino": "domino",
     "zlab_dspark": "dspark",
     "speculators_dspark": "dspark",
+    "speculators_xpress": "xpress",
 }
 
 
@@ -184,6 +186,8 @@ CASES = (
     *(Case(name, options) for name in ("zlab_dflash", "speculators_dflash") for options in _DFLASH_OPTIONS),
     *(Case("zlab_domino", {**options, "shift_label": shift}) for options in _DFLASH_OPTIONS for shift in (True, False)),
     *(Case(name, options) for name in ("zlab_dspark", "speculators_dspark") for options in _DSPARK_OPTIONS),
+    Case("speculators_xpress", {}),
+    Case("speculators_xpress", {"mlp_ratio": 3, "jacobi_passes": 2, **_SIZES, "mask_token_id": 5}),
     *(Case(name, {}, tied=True, rope=LLAMA3_ROPE) for name in FORMATS),
     *(Case(name, _OWN_LAYER) for name in FORMATS),
     Case("speculators_eagle3", {"feedback": "post_norm"}),

@@ -21,6 +21,8 @@ from draftworks.strategies.eagle3.options import Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 from draftworks.strategies.peagle.options import PEagleOptions
 from draftworks.strategies.peagle.strategy import PEagleStrategy
+from draftworks.strategies.xpress.options import XPressOptions
+from draftworks.strategies.xpress.strategy import XPressStrategy
 
 MASKS = [[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]]
 NAMES = ["a", "b", "c"]
@@ -64,6 +66,7 @@ CASES = {
     "dspark rnn": Case(DSparkStrategy, DSparkOptions(**BLOCK, markov_rank=5, markov_head_type="rnn")),
     "peagle": Case(PEagleStrategy, PEagleOptions(**CHAIN)),
     "peagle fc_norm": Case(PEagleStrategy, PEagleOptions(**CHAIN, fc_norm=True, norm_before_residual=True)),
+    "xpress": Case(XPressStrategy, XPressOptions(**BLOCK, refiner_rank=5)),
 }
 
 

@@ -27,6 +27,8 @@ from draftworks.strategies.eagle3.options import Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 from draftworks.strategies.peagle.options import PEagleOptions
 from draftworks.strategies.peagle.strategy import PEagleStrategy
+from draftworks.strategies.xpress.options import XPressOptions
+from draftworks.strategies.xpress.strategy import XPressStrategy
 
 SOFT = 0.3
 
@@ -46,6 +48,11 @@ def make(strategy: str, vocab: VocabMapping) -> DraftStrategy:
         heads = {"markov_rank": 5, "markov_head_type": "rnn"}
         made = DSparkStrategy(DSparkOptions(**blocks, **heads), _soft_spoken(small_target()), None, seed=3)
         nn.init.normal_(made.model.markov_head.projection, std=SOFT, generator=torch.Generator().manual_seed(4))
+        return made
+    if strategy == "xpress":
+        made = XPressStrategy(XPressOptions(**blocks, refiner_rank=5), _soft_spoken(small_target()), None, seed=3)
+        for zeros in (made.model.refiner_head.projection, made.model.refiner_head.mix_l):
+            nn.init.normal_(zeros, std=SOFT, generator=torch.Generator().manual_seed(4))
         return made
     options = DFlashOptions(**blocks)
     return DFlashStrategy(options, small_target(), None, seed=3)

@@ -30,6 +30,8 @@ from draftworks.strategies.eagle3.options import Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 from draftworks.strategies.peagle.options import PEagleOptions
 from draftworks.strategies.peagle.strategy import PEagleStrategy
+from draftworks.strategies.xpress.options import XPressOptions
+from draftworks.strategies.xpress.strategy import XPressStrategy
 
 TTT = 4
 TAPS = (LayerTap(2), LayerTap(4), LayerTap(5))
@@ -140,6 +142,12 @@ def dspark(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
     sizes = {"block_size": TTT, "num_layers": 2, "markov_rank": 24, "markov_head_type": "rnn", "num_anchors": ANCHORS}
     return DSparkStrategy(DSparkOptions(layer_ids=layers, **sizes), parts, None, seed=1)
+
+
+def xpress(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+    layers = [tap.hf_index for tap in TAPS]
+    sizes = {"block_size": TTT + 1, "num_layers": 2, "refiner_rank": 24, "jacobi_passes": 2, "num_anchors": ANCHORS}
+    return XPressStrategy(XPressOptions(layer_ids=layers, **sizes), parts, None, seed=1)
 
 
 def _teach(ladder: Ladder, steps: int) -> None:

@@ -29,6 +29,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "dflash": BLOCKS,
     "domino": {**BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
     "dspark": {**BLOCKS, "markov_rank": 6},
+    "xpress": {**BLOCKS, "refiner_rank": 6},
     "peagle": {"num_depths": 3, "num_layers": 1},
 }
 

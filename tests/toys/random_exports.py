@@ -19,12 +19,14 @@ DRAFT_VOCAB = 48
 BLOCK_SIZE, MASK_TOKEN, DFLASH_LAYERS = 6, 2047, 2
 EMB_DIM, GRU_HIDDEN_DIM = 24, 20
 MARKOV_RANK = 12
+REFINER_RANK = 10
 PEAGLE_LAYERS, NUM_DEPTHS = 2, 5
 _ARCHITECTURES = {
     "eagle3": "Eagle3Speculator",
     "peagle": "PEagleSpeculator",
     "dflash": "DFlashSpeculator",
     "dspark": "DSparkSpeculator",
+    "xpress": "XPressSpeculator",
 }
 
 
@@ -193,6 +195,30 @@ def speculators_dspark(target: Path, draft_vocab: int = VOCAB, **settings: Any) 
         },
         {**backbone.tensors, **_dspark_tensors(heads, draft_vocab)},
     )
+
+
+def speculators_xpress(target: Path, draft_vocab: int = VOCAB, **settings: Any) -> RandomExport:
+    backbone, r = speculators_dflash(target, draft_vocab), REFINER_RANK
+    refiner = {
+        "token_embed.weight": _matrix(VOCAB, r, seed=140) * r**0.5,
+        "down_h.weight": _matrix(r, HIDDEN, seed=141),
+        "down_g.weight": _matrix(r, HIDDEN, seed=142) * 3,
+        "in_proj.weight": _matrix(r, 3 * r, seed=143),
+        "mix_l": torch.randn(r, BLOCK_SIZE, BLOCK_SIZE, generator=torch.Generator().manual_seed(144)) / 2,
+        "mlp_gate.weight": _matrix(2 * r, r, seed=145),
+        "mlp_up.weight": _matrix(2 * r, r, seed=146),
+        "mlp_down.weight": _matrix(r, 2 * r, seed=147),
+        "readout.weight": _matrix(draft_vocab, r, seed=148) * 3,
+    }
+    config = {
+        **backbone.config,
+        **_speculators_config("xpress", target, speculative_tokens=BLOCK_SIZE - 1),
+        "xpress_rank": r,
+        "xpress_mlp_ratio": 2,
+        "num_jacobi_passes": 3,
+    }
+    tensors = {f"refiner_head.{name}": tensor for name, tensor in refiner.items()}
+    return RandomExport(config | settings, {**backbone.tensors, **tensors})
 
 
 def draft_vocabulary(draft_vocab: int) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from draftworks.strategies.domino.reader import DominoReader
 from draftworks.strategies.dspark.reader import DSparkReader
 from draftworks.strategies.eagle3.reader import Eagle3Norms, Eagle3Reader
 from draftworks.strategies.peagle.reader import PEagleReader
+from draftworks.strategies.xpress.reader import XPressReader
 
 
 def eagle3_reader(strategy: DraftStrategy) -> Eagle3Reader:
@@ -75,6 +76,11 @@ def dspark_reader(strategy: DraftStrategy) -> DSparkReader:
     kind = options.markov_head_type if options.markov_rank else None
     heads = (kind, options.confidence_with_markov)
     return DSparkReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, *heads)
+
+
+def xpress_reader(strategy: DraftStrategy) -> XPressReader:
+    backbone, passes = dflash_reader(strategy), strategy.options.jacobi_passes
+    return XPressReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, passes)
 
 
 def propose_greedily(reader: ExportReader, features: Tensor, next_tokens: Tensor, count: int) -> list[int]:

@@ -1,0 +1,155 @@
+"""XPress's loss: that of a pass on the true tokens, of passes on the draft's own, and of the backbone, in chunks of blocks.
+
+With frozen head W, readout R, state h and refiner features n of a label, the logits of a pass are W·h + R·n, those of the
+backbone W·h. p is the softmax of such logits, q = softmax(W·last) at the position before the label is its teacher, and a
+label costs
+
+    c = ce_weight·CE + tv_weight·½‖q - p‖₁
+
+CE is that of the label, the token itself. (speculators 0.9.0 takes the argmax of q, and the token with `ce_from_data`.) The
+loss adds up, over the labels,
+
+    w·c(true tokens) + consistency_weight·mean_j w_j·c(pass j on its own tokens) + base_weight·w_b·c(backbone)
+
+where each weight w comes from the cross-entropies of its own logits. Only labels that count get logits. Shapes as in
+draftworks.strategies.dflash.loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.strategies.dflash.loss import (
+    BlockChunk,
+    LabelWeighting,
+    at_least_float32,
+    is_argmax,
+    split_into_chunks,
+    sum_prefix_lengths,
+)
+from draftworks.strategies.dflash.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class XPressObjective:
+    """How the losses of labels add up.
+
+    Attributes:
+        weigh: w, from the cross-entropies; a constant for the gradient.
+        rounds: number of passes on the draft's own tokens.
+        chunk_blocks: blocks whose distributions are held at a time.
+    """
+
+    weigh: LabelWeighting
+    ce_weight: float
+    tv_weight: float
+    rounds: int
+    consistency_weight: float
+    base_weight: float
+    chunk_blocks: int
+
+
+class XPressStates(NamedTuple):
+    """What the labels that count are predicted from, in order of block and place.
+
+    Attributes:
+        states: (L, H), normed.
+        narrow: (L, 1 + rounds, r), the refiner's features on the true tokens and on those of each round.
+        positions: (L,) int64, the teacher positions of the labels.
+    """
+
+    states: Tensor
+    narrow: Tensor
+    positions: Tensor
+
+
+class XPressLosses(NamedTuple):
+    """`loss` is differentiable; the sums over blocks, float64, are not.
+
+    All but the loss and those of the base are of the pass on the true tokens.
+
+    Attributes:
+        loss_sums: (k,), by place, what labels cost before w.
+        corrects: (k,), number of labels that are the argmax.
+        acceptance_sums: (k,), of a = 1 - ½‖q - p‖₁, the probability that rejection sampling accepts.
+        accepted, base_accepted: scalars, total length of the blocks' prefixes that are the argmax with the refiner and
+            without.
+        tau: scalar, Σ over blocks of a_1 + a_1·a_2 + …: the expected number of accepted proposals, had the proposals
+            been the labels.
+    """
+
+    loss: Tensor
+    loss_sums: Tensor
+    corrects: Tensor
+    acceptance_sums: Tensor
+    accepted: Tensor
+    base_accepted: Tensor
+    tau: Tensor
+
+
+class _Pass(NamedTuple):
+    """What the labels of a chunk cost under one set of logits: `loss` with w; `cost` before w, and ½‖q - p‖₁, (l,) each."""
+
+    loss: Tensor
+    cost: Tensor
+    distance: Tensor
+
+
+def xpress_losses(
+    inputs: XPressStates,
+    head: Tensor,
+    projection: Tensor,
+    last: Tensor,
+    labels: Tensor,
+    label_mask: Tensor,
+    objective: XPressObjective,
+) -> XPressLosses:
+    """Return the loss and the metric sums of the labels that count.
+
+    Args:
+        head: (V, H), frozen, of draft and teacher.
+        projection: (V, r), trained.
+        last: (B·S, H), the target's last hidden states.
+        labels: (N, k) int64.
+        label_mask: (N, k) bool, on at L labels.
+    """
+    teacher = Teacher(last, head)
+
+    def judge(chunk: BlockChunk, logits: Tensor, q: Tensor) -> _Pass:
+        log_p = at_least_float32(logits).log_softmax(-1)
+        ce = F.nll_loss(log_p, chunk.labels, reduction="none")
+        distance = (log_p.exp() - q).abs().sum(-1) / 2
+        cost = objective.ce_weight * ce + objective.tv_weight * distance
+        return _Pass(torch.dot(chunk.label_weights(objective.weigh, ce), cost), cost, distance.detach())
+
+    def formula(
+        chunk: BlockChunk, states: Tensor, narrow: Tensor, positions: Tensor, projection: Tensor
+    ) -> XPressLosses:
+        base = F.linear(states, head)  # (l, V)
+        passes = [base.addmm(each, projection.T) for each in narrow.unbind(1)]
+        q = teacher.compute_distributions(positions, at_least_float32(base).dtype)  # (l, V)
+        refined, *rounds = (judge(chunk, logits, q) for logits in passes)
+        loss = refined.loss
+        if rounds:
+            loss = loss + objective.consistency_weight / len(rounds) * torch.stack([one.loss for one in rounds]).sum()
+        if objective.base_weight > 0:
+            loss = loss + objective.base_weight * judge(chunk, base, q).loss
+        likely = chunk.scatter((1 - refined.distance).clamp(0, 1))
+        hits, base_hits = (chunk.scatter(is_argmax(logits, chunk.labels)) for logits in (passes[0], base))  # (n, k)
+        return XPressLosses(
+            loss=loss,
+            loss_sums=chunk.scatter(refined.cost).sum(0),
+            corrects=hits.sum(0),
+            acceptance_sums=likely.sum(0),
+            accepted=sum_prefix_lengths(hits, chunk.label_mask),
+            base_accepted=sum_prefix_lengths(base_hits, chunk.label_mask),
+            tau=likely.cumprod(1).sum(),
+        )
+
+    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), inputs, [projection])
