@@ -62,6 +62,7 @@ class ExportSpec:
         refuses: returns why the format cannot hold a draft of these options and taps, or None; see `find_refusal`.
         uses_unscaled_embeddings: whether its loaders look up unscaled rows of the target's embedding matrix, although the draft
             embeds as the target does.
+        model_types: types of targets (of the text config) whose drafts its loaders know; None if it does not matter.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ExportSpec:
     counting: LayerCounting
     refuses: Callable[[Any, tuple[LayerTap, ...]], str | None] | None = None
     uses_unscaled_embeddings: bool = False
+    model_types: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         ways = get_args(LayerCounting)
@@ -86,6 +88,12 @@ class ExportSpec:
                 f"layer_ids {[tap.hf_index for tap in taps]}: 0 is the embeddings, which have no number in this format"
             )
         return None if self.refuses is None else self.refuses(options, taps)
+
+    def find_type_refusal(self, model_type: str | None) -> str | None:
+        """Return why no draft of a target of this type can be written; None if one can."""
+        if self.model_types is None or model_type in self.model_types:
+            return None
+        return f"a target of type {model_type}: this format's loaders know {', '.join(self.model_types)}"
 
     def find_embedding_refusal(self, scale: float) -> str | None:
         """Return why no draft can be written for a target that scales its embeddings by `scale`; None if one can."""

@@ -79,7 +79,9 @@ class CanonicalDraft:
         names = [export.name for export in self.spec.exports] if wanted is None else wanted
         scale = self.parts.embedding_scale
         unscaled = {name: why for name in names if (why := self.spec.export(name).find_embedding_refusal(scale))}
-        return unscaled | refused
+        kind = self.config.get("model_type")
+        unknown = {name: why for name in names if (why := self.spec.export(name).find_type_refusal(kind))}
+        return unscaled | unknown | refused
 
     @property
     def vocab(self) -> VocabMapping | None:

@@ -87,10 +87,11 @@ class _Answers(NamedTuple):
 def _ask_both(reader: ExportReader, strategy: DraftStrategy, length: int, draft: CanonicalDraft) -> _Answers:
     generator = torch.Generator().manual_seed(length)
     width, vocab = draft.parts.hidden_size, draft.parts.vocab_size
-    # Features of every layer, so that a file with wrong layer ids gets the streams that a server would give it.
+    # Features of every layer, and the last states, so that a file with wrong layer ids gets the streams that a server would give it.
     layers = [LayerTap(layer).name for layer in range(draft.parts.num_layers)]
     features = {name: torch.randn(length, width, generator=generator) for name in layers}
     tokens = torch.randint(vocab, (length,), generator=generator)
+    features["last"] = torch.randn(length, width, generator=generator)
     drafter = strategy.drafter()
     drafter.extend(features, tokens)
     proposal = drafter.propose(strategy.draft_tokens, temperature=1.0, generator=generator)

@@ -74,11 +74,10 @@ def _check_exports(
     findings: Findings,
 ) -> None:
     """Build the config.json of every format to be written, and parse it with the servers' configuration classes."""
-    options = strategy.parse_options(entry.options, where=where)
-    refused = strategy.find_refusals(options, strategy.taps(files.num_layers, options))
     wanted = [spec.name for spec in strategy.exports] if entry.export.formats is None else entry.export.formats
     record = DraftConfig(strategy.name, draft.config(), files.digest, "")
     canonical = CanonicalDraft(Path("draft"), record, draft.model.state_dict(), files, parts)
+    refused = canonical.find_refusals()
     for name in wanted:
         if name in refused:
             continue  # `check_requirements` reports it if it was requested

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from draftworks.config.layer_options import LayerOptions
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.errors import ConfigError
 
+OF_LAYERS = [name for name in list_strategies() if issubclass(resolve_strategy(name).options, LayerOptions)]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
-@pytest.mark.parametrize("strategy", list_strategies())
+@pytest.mark.parametrize("strategy", OF_LAYERS)
 def test_options_that_are_left_to_the_target_are_no_part_of_the_identity(strategy):
     options = resolve_strategy(strategy).options
     assert not {"head_dim", "rms_norm_eps", "rope"} & options().to_identity().keys()
@@ -29,7 +31,7 @@ def test_options_that_are_left_to_the_target_are_no_part_of_the_identity(strateg
     ],
     ids=str,
 )
-@pytest.mark.parametrize("strategy", list_strategies())
+@pytest.mark.parametrize("strategy", OF_LAYERS)
 def test_a_rope_that_no_draft_computes_is_refused(strategy, rope, message):
     with pytest.raises(ConfigError, match=f"small: rope: .*{message}"):
         resolve_strategy(strategy).parse_options({"rope": rope}, where="small")

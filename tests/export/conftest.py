@@ -31,13 +31,21 @@ def question(tiny_tensors: TargetTensors) -> Question:
 
 
 @pytest.fixture(scope="session")
-def speculators_judge(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Case]], dict[str, Findings]]:
-    """Runs the real library on folders and returns its findings by name; in one process, as its import takes seconds."""
+def speculators_python() -> Path:
+    """The interpreter of the real library's environment."""
     environment = ROOT / ".venv-speculators"
     if not (environment / "ready").exists():
         pytest.skip("no speculators environment: make speculators-env")
+    return environment / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def speculators_judge(
+    speculators_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Sequence[Case]], dict[str, Findings]]:
+    """Runs the real library on folders and returns its findings by name; in one process, as its import takes seconds."""
 
     def ask(cases: Sequence[Case]) -> dict[str, Findings]:
-        return judge(environment / "bin" / "python", cases, tmp_path_factory.mktemp("speculators"))
+        return judge(speculators_python, cases, tmp_path_factory.mktemp("speculators"))
 
     return ask

@@ -49,6 +49,7 @@ def test_every_gate_passes(tmp_path: Path, case: Case, dtype: str):
 
 def test_every_registered_format_is_tried_here():
     registered = {spec.name for name in list_strategies() for spec in resolve_strategy(name).exports}
+    registered -= {"target_mtp", "speculators_mtp"}  # of targets that have such a layer: tests/strategies/mtp
     assert registered == set(FORMATS)
     for name, strategy in FORMATS.items():
         assert (load_format(strategy, name).name, load_format(strategy, name).strategy) == (name, strategy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -99,7 +99,7 @@ def _is_not_refused(name: str, strategy: str, target: TargetFiles, folder: Path)
     check_requirements(spec, target, Registry(folder))
 
 
-def features(target: TargetFiles, folder: Path, first: int) -> FeatureSet:
+def features(target: TargetFiles, folder: Path, first: int, taps: Sequence[int] = TAPS) -> FeatureSet:
     """Capture features of four conversations that the target answered."""
     folder.mkdir()
     run = answering_run(
@@ -111,11 +111,11 @@ def features(target: TargetFiles, folder: Path, first: int) -> FeatureSet:
         out=folder / "features",
         target=target,
         tokens=run.out / TOKENS_FOLDER,
-        taps=TAPS,
+        taps=list(taps),
         capture=CaptureSpec(dtype="float32", compute_dtype="float32", device="cpu", batch_tokens=200),
         store=folder.parent / "store",
     )
     report = capture(captured, ProgramContext())
     assert report["failed_samples"] == 0
-    assert max(TAPS) < LAYERS
+    assert max(taps, default=0) < LAYERS
     return FeatureSet(tokens=captured.tokens, features=captured.out)

@@ -63,7 +63,8 @@ def samples(strategy: DraftStrategy) -> list[dict[str, torch.Tensor]]:
 
 
 def test_every_known_strategy_is_tried():
-    assert set(OPTIONS) == {name for name in list_strategies() if resolve_strategy(name).exports}
+    of_any_target = set(list_strategies()) - {"mtp"}  # the target's own layer, where it has one: tests/strategies/mtp
+    assert set(OPTIONS) == {name for name in of_any_target if resolve_strategy(name).exports}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -261,7 +261,7 @@ def test_every_strategy_says_which_features_it_needs():
         strategy = resolve_strategy(name)
         features = strategy.list_features(36, strategy.parse_options({}, where="test"))
         assert ("last" in features) == strategy.uses_last_hidden
-        assert len(set(features)) == len(features) > 1
+        assert len(set(features)) == len(features) > 0
 
 
 def test_how_a_global_batch_is_cut_is_no_identity():

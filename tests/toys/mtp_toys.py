@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
+from draftworks.drafts.draft_io import save_draft
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.export.canonical import CanonicalDraft
 from draftworks.strategies.mtp.options import MtpOptions
 from draftworks.strategies.mtp.strategy import MtpStrategy
 from draftworks.targets.resolve import digest_target_files
@@ -67,3 +69,13 @@ def _draw_like(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def mtp(parts: TargetParts, samples: object = None, **options: object) -> DraftStrategy:
     return MtpStrategy(MtpOptions(**{"num_steps": 4, **options}), parts, None, seed=1)
+
+
+def save_tuned(target: TargetFiles, folder: Path, change: float) -> CanonicalDraft:
+    """A draft whose weights are those of the target's layer, each changed a little."""
+    strategy = mtp(TargetParts.load(target), num_steps=3)
+    with torch.no_grad():
+        for weight in strategy.model.parameters():
+            weight.add_(change)
+    save_draft(folder, strategy, target.digest)
+    return CanonicalDraft.load(folder, target)

@@ -37,7 +37,7 @@ class MtpDrafter(Drafter):
         for step in range(count):
             if step > 0:
                 state = self._step(state, tokens[-1][None], self._length - 1 + step, seen)
-            logits = F.linear(state[0].to(head.dtype), head)
+            logits = F.linear(state[0], head)
             if temperature == 0:
                 tokens.append(logits.argmax())
             else:

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.drafts.layers import argmax_of_head, uninitialized
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.strategies.dflash.model import CastHead
 from draftworks.strategies.mtp.loss import StepLosses, next_token_losses
-from draftworks.strategies.mtp.target_head import TargetHead
+from draftworks.strategies.mtp.target_head import TargetHead, build_modules
 
 Attends = Literal["chain", "step"]
 
@@ -48,7 +49,7 @@ class MtpDraft(nn.Module):
 
     def __init__(self, head: TargetHead, target: TargetParts) -> None:
         super().__init__()
-        modules = head.build_modules()
+        modules = build_modules(head.config)
         self.hidden_norm, self.token_norm, self.norm = modules.norms
         self.fc = uninitialized(nn.Linear, 2 * target.hidden_size, target.hidden_size, bias=False)
         self.layer = modules.layer
@@ -60,11 +61,16 @@ class MtpDraft(nn.Module):
             self.load_state_dict(head.read())
         self.register_buffer("embed_tokens", target.embedding, persistent=False)
         self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
+        self._cast_head = CastHead(target.head, target.head)
 
     @property
     def target_head(self) -> Tensor:
-        """The target's head (V, H), in the dtype of its files."""
-        return self.embed_tokens if self.own_target_head is None else self.own_target_head
+        """The target's head (V, H) in the draft's dtype; if the files have another, it is cast once and kept."""
+        stored = self.embed_tokens if self.own_target_head is None else self.own_target_head
+        dtype = self.fc.weight.dtype
+        if self._cast_head.of is not stored or self._cast_head.head.dtype != dtype:
+            self._cast_head = CastHead(stored, stored.to(dtype))
+        return self._cast_head.head
 
     def step(
         self, states: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor, cache: KeyCache | None
@@ -165,4 +171,4 @@ class MtpDraft(nn.Module):
         unrolled = self.unroll(last, len(label_mask), documents, attends, choose_tokens)
         states = torch.cat([each[mask] for each, mask in zip(unrolled, label_mask)])  # (L, H)
         labels = [documents.shift_left(input_ids, 2 + step)[mask] for step, mask in enumerate(label_mask)]
-        return next_token_losses(states, self.target_head.to(states.dtype), labels, step_weights)
+        return next_token_losses(states, self.target_head, labels, step_weights)

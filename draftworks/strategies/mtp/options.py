@@ -6,7 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from draftworks.config.strategies import StrategyOptions, StrategySpec, TargetSizes, allow_packing, register_strategy
+from draftworks.config.strategies import (
+    ExportSpec,
+    StrategyOptions,
+    StrategySpec,
+    TargetSizes,
+    allow_packing,
+    register_strategy,
+)
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
@@ -53,5 +60,22 @@ MTP = register_strategy(
         factory="draftworks.strategies.mtp.strategy:MtpStrategy",
         check=check_mtp,
         packing_refusal=allow_packing,
+        exports=(
+            ExportSpec(
+                name="target_mtp",
+                description="The target's own names and config: SGLang takes the folder as the draft's path.",
+                factory="draftworks.strategies.mtp.export:TargetMtp",
+                reader="draftworks.strategies.mtp.reader:read_target_mtp",
+                counting="layers_passed",
+            ),
+            ExportSpec(
+                name="speculators_mtp",
+                description="speculators 0.9.0, which knows Qwen3-Next's and Qwen3.5's layers.",
+                factory="draftworks.strategies.mtp.export:SpeculatorsMtp",
+                reader="draftworks.strategies.mtp.reader:read_speculators_mtp",
+                counting="layers_passed",
+                model_types=("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+            ),
+        ),
     )
 )

@@ -49,7 +49,7 @@ class MtpStrategy(ChainStrategy):
         self._step_weights = make_step_weights(options.step_decay, options.num_steps)
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """Right-pad samples with token 0, label mask off and features 0; `features` (B, S, H) are the last states."""
+        """Right-pad samples with token 0, label mask off and `last` (B, S, H) 0."""
         return self._collate(samples, sample_ids, BatchLayout.padded(sample_lengths(samples)))
 
     def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
@@ -60,6 +60,7 @@ class MtpStrategy(ChainStrategy):
         self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: BatchLayout
     ) -> TrainBatch:
         tensors = collate_features(samples, sample_ids, self.feature_names, self.target.hidden_size, layout)
+        tensors["last"] = tensors.pop("features")
         return TrainBatch(tensors, tuple(sample_ids), sum(sample_lengths(samples)), layout.documents)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
@@ -68,7 +69,7 @@ class MtpStrategy(ChainStrategy):
         label_mask = self.chain_label_mask(batch["loss_mask"], documents)
         supervised = label_mask.sum(dim=(1, 2), dtype=torch.float64)
         result = self.model(
-            batch["input_ids"], batch["features"], label_mask, self._step_weights, self.options.attends, documents
+            batch["input_ids"], batch["last"], label_mask, self._step_weights, self.options.attends, documents
         )
         sums = {
             "acc_corrects": result.corrects,
@@ -82,7 +83,7 @@ class MtpStrategy(ChainStrategy):
         return token_mean_label_mask(loss_mask, self.options.num_steps, documents)
 
     def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
-        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
+        return self.model.propose(batch["input_ids"], batch["last"], position_mask, count, Documents.of(batch))
 
     def drafter(self) -> Drafter:
         return MtpDrafter(self.model)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
-from draftworks.errors import ConfigError
+from draftworks.errors import ConfigError, StoreError
+from draftworks.storage.regular_files import read_json
 from draftworks.strategies.mtp.head_names import DEEPSEEK_KINDS, QWEN_KINDS, HeadNames, stack_experts
+from draftworks.targets.model_files import ModelFiles
 from draftworks.targets.weights import read_model_config
 
 _LAYER_SETTINGS = {
@@ -37,6 +39,32 @@ class HeadModules:
     layer: nn.Module
     norms: tuple[nn.Module, nn.Module, nn.Module]
     rotary: nn.Module
+
+    def list_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a draft of these modules, on device meta, by the draft's names."""
+        width = self.config.hidden_size
+        found = {"fc.weight": torch.empty(width, 2 * width, device="meta")}
+        for prefix, module in zip(("hidden_norm", "token_norm", "norm", "layer"), (*self.norms, self.layer)):
+            found |= {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
+        return found
+
+
+def build_modules(text_config: Any) -> HeadModules:
+    """Build a layer and three norms of the model class of a text config, in fp32."""
+    from transformers import AutoModel
+
+    config = copy.deepcopy(text_config)
+    config.num_hidden_layers = 1
+    for name, value in _LAYER_SETTINGS.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    config._attn_implementation = "sdpa"
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        hidden, token, final = (copy.deepcopy(model.norm) for _ in range(3))
+    return HeadModules(model.config, model.layers[0], (hidden, token, final), type(model.rotary_emb)(model.config))
 
 
 @dataclass(frozen=True)
@@ -72,23 +100,6 @@ class TargetHead:
             )
         return cls(files, config, names)
 
-    def build_modules(self) -> HeadModules:
-        """Build a layer and three norms of the target's model class, in fp32."""
-        from transformers import AutoModel
-
-        config = copy.deepcopy(self.config)
-        config.num_hidden_layers = 1
-        for name, value in _LAYER_SETTINGS.items():
-            if hasattr(config, name):
-                setattr(config, name, value)
-        config._attn_implementation = "sdpa"
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        with torch.device("meta"):
-            model = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
-            hidden, token, final = (copy.deepcopy(model.norm) for _ in range(3))
-        return HeadModules(model.config, model.layers[0], (hidden, token, final), type(model.rotary_emb)(model.config))
-
     def list_stored(self) -> list[str]:
         """Return the names of the layer's tensors in the target's files, sorted."""
         return sorted(self.names.select(WeightFiles(self.files)))
@@ -123,6 +134,15 @@ class TargetHead:
         return stack_experts(
             {self.names.to_ours(name): files.open_tensor(name)[:].float() for name in self.list_stored()}
         )
+
+
+def read_whole_config(files: TargetFiles) -> dict[str, Any]:
+    """Return a target's config.json as it is. Raises StoreError if it cannot be read."""
+    path = ModelFiles(files).require_file("config.json")
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: the config of target {files.name} cannot be read: {error}") from error
 
 
 def _shorten(names: list[str], shown: int = 3) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from ladder_toys import TAPS, TTT, build_ladder, greedy_answers
 from model_families import HIDDEN, VOCAB, in_float64
-from mtp_toys import KINDS, SHARD, mtp, save_target_with_mtp
+from mtp_toys import KINDS, SHARD, mtp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -26,13 +25,6 @@ from draftworks.storage.regular_files import read_json
 from draftworks.strategies.mtp.reader import read_target_mtp
 
 MakeTarget = Callable[[str], TargetFiles]
-
-
-@pytest.fixture(scope="module")
-def mtp_target(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("mtp")
-    return cache(lambda kind: save_target_with_mtp(kind, folder / kind))
 
 
 def draw_samples(strategy: DraftStrategy, lengths: tuple[int, ...] = (9, 13, 6)) -> list[dict[str, torch.Tensor]]:
