@@ -21,6 +21,7 @@ from dagster._core.instance.ref import InstanceRef
 
 from draftworks.errors import DraftworksError
 from draftworks.preflight.installation.probes import Line
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 from jobs.instance_problems import describe_instance_problem
 from resources.dead_runs import TAG
@@ -46,7 +47,7 @@ def report_instance(home: Path, registry: Registry) -> Iterator[Line]:
         if reason is None:
             instance = open_instance(home)
             runs = instance.get_runs_count()
-            yield Line(AREA, "ok", f"instance {home}: its storage answers, {runs} run{'' if runs == 1 else 's'}")
+            yield Line(AREA, "ok", f"instance {home}: its storage answers, {format_count(runs, 'run')}")
             yield from report_migrations(instance)
             yield from report_daemon(instance, acts=acts_by_itself(registry))
             yield from report_dead_runs(instance)

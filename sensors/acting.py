@@ -17,6 +17,7 @@ from draftworks.decision.queue import Action, Step
 from draftworks.decision.record import Choice, Decision
 from draftworks.errors import DraftworksError
 from draftworks.storage.asset_names import of_strategy
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 from jobs.acting import name_training_job
 from resources.workspace import Workspace
@@ -174,4 +175,4 @@ def explain_tick(steps: Sequence[Step], most: int = 5) -> str:
     kept = sum(step.action is Action.KEEP for step in steps)
     lines = [line if len(line) < 200 else f"{line[:197]}..." for line in waiting[:most]]
     more = [f"and {len(waiting) - most} other reasons, see the log"] if len(waiting) > most else []
-    return "; ".join([*lines, *more, f"{kept} drafts are kept"])
+    return "; ".join([*lines, *more, f"kept: {format_count(kept, 'draft')}"])

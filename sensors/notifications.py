@@ -7,6 +7,7 @@ import dagster as dg
 from draftworks.errors import DraftworksError
 from draftworks.notifications.channels import Channels
 from draftworks.notifications.looking import keep_new_events
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from sensors.run_events import EndedRuns
@@ -48,5 +49,5 @@ def tell_people(context: dg.SensorEvaluationContext, workspace: Workspace) -> li
         new = keep_new_events(workspace.var, channels, runs, warn)
         if new is None:
             return ["from now on is told what happens"]
-        words = [f"{new} new event{'' if new == 1 else 's'}"] if new else []
+        words = [format_count(new, "new event")] if new else []
         return words + channels.send(warn, SENDING_S)

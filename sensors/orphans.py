@@ -11,6 +11,7 @@ import dagster as dg
 
 from draftworks.config.launchers import LOCAL, PROGRAMS, LauncherSpec, SchedulerLauncherSpec
 from draftworks.errors import DraftworksError
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 from resources.dead_runs import TAG
 from resources.job_claims import JobClaim
@@ -54,7 +55,8 @@ def make_orphan_sensor(registry: Registry) -> dg.SensorDefinition:
         for line in words:
             context.log.info(line)
         return dg.SensorResult(
-            skip_reason="; ".join(words) or f"{len(seen_now)} jobs have no living run", cursor=json.dumps(seen_now)
+            skip_reason="; ".join(words) or f"{format_count(len(seen_now), 'job')} without a living run",
+            cursor=json.dumps(seen_now),
         )
 
     return end_orphans

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dagster as dg
 
+from draftworks.storage.words import format_count
 from resources.dead_runs import release_dead_runs
 
 INTERVAL_S = 30
@@ -28,7 +29,10 @@ def make_pool_slot_sensor() -> dg.SensorDefinition:
         found = release_dead_runs(context.instance, wait_s=0.0, ended_for_s=ENDED_FOR_S)
         for run_id in found.released:
             context.log.info(f"the pool slots of run {run_id} are free")
-        reason = f"freed the pool slots of {len(found.released)} runs; {len(found.kept)} have a job that lives"
+        reason = (
+            f"freed the pool slots of {format_count(len(found.released), 'run')}; "
+            f"a job of {format_count(len(found.kept), 'run')} lives"
+        )
         return dg.SensorResult(skip_reason=reason)
 
     return free_pool_slots

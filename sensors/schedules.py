@@ -10,6 +10,7 @@ import dagster as dg
 from draftworks.errors import DraftworksError
 from draftworks.fleet.staleness import find_published_drafts
 from draftworks.storage.identity import digest
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from sensors.running_targets import describe_run, find_runs_under_way
@@ -80,7 +81,7 @@ def make_evaluation_schedule(
         cron_schedule=cadence.cron,
         execution_timezone=cadence.timezone,
         default_status=status,
-        description=f"Evaluates {len(targets)} targets again: {', '.join(targets[:10])}{' ...' if targets[10:] else ''}",
+        description=f"Evaluates {format_count(len(targets), 'target')} again: {', '.join(targets[:10])}{' ...' if targets[10:] else ''}",
     )
     def evaluate_again(
         context: dg.ScheduleEvaluationContext, workspace: Workspace

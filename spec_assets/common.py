@@ -20,6 +20,7 @@ from draftworks.sglang.environment import build_program_environment
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.full_disk import explain_full_disk
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import HELDOUT
 from resources.companions import Companion
 from resources.dead_runs import end_with_run_process
@@ -203,7 +204,7 @@ def publish_result(context: dg.AssetExecutionContext, workspace: Workspace, arti
         return {}
     published = workspace.publication.publish(artifact)
     if published.files:
-        context.log.info(f"{published.files} files published to {published.url}")
+        context.log.info(f"{format_count(published.files, 'file')} published to {published.url}")
     return {"published": published.url}
 
 

@@ -38,6 +38,7 @@ from draftworks.errors import EngineError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetManifest, write_feature_set
 from draftworks.features.open_store import open_store, open_store_to_write
+from draftworks.storage.words import format_count
 
 log = logging.getLogger(__name__)
 
@@ -229,9 +230,9 @@ class _Session:
                 self._finish_all(engine, in_flight)
         seconds = time.monotonic() - started
         captured = self._done - len(self._sound.failed)
-        log.info(f"captured {captured} samples, {self._nbytes / GB:.3f} GB in {seconds:.1f} s")
+        log.info(f"captured {format_count(captured, 'sample')}, {self._nbytes / GB:.3f} GB in {seconds:.1f} s")
         if self._done < len(self._jobs):
-            log.info(f"{len(self._jobs) - self._done} samples were captured by another run meanwhile")
+            log.info(f"by another run meanwhile: {format_count(len(self._jobs) - self._done, 'sample')}")
         return CaptureSummary(
             self._plan.samples,
             captured,

@@ -12,6 +12,7 @@ from draftworks.decision.rule import Verdict, decide
 from draftworks.errors import ConfigError
 from draftworks.service.promotion import Service
 from draftworks.storage.identity import digest
+from draftworks.storage.words import format_count
 
 MEANINGS = {
     Choice.KEEP: "keep the draft in service",
@@ -92,7 +93,7 @@ def describe_loss(found: EvalLoss) -> str:
         return f"{found.eval_set}: {found.choice}: {found.reason}"
     said = (
         f"{found.eval_set}: {found.choice}: lost {found.loss:+.3f} accepted tokens per pass ({found.low:+.3f} to "
-        f"{found.high:+.3f}, {found.prompts} prompts), {found.reference_value:.3f} to {found.value:.3f}; "
+        f"{found.high:+.3f}, {format_count(found.prompts, 'prompt')}), {found.reference_value:.3f} to {found.value:.3f}; "
         f"{REFERENCES[found.reference]}, reference draft {found.reference_draft}"
     )
     return said + (f"; {found.reason}" if found.reason else "")
@@ -106,7 +107,7 @@ def describe_decision(decision: Decision) -> str:
             f"{decision.target}, {decision.strategy}, draft {decision.draft}: {MEANINGS[decision.choice]}",
             *decision.reasons,
             f"margins: tuned above {margins.tune:g}, trained from the start above {margins.retrain:g}; at least "
-            f"{margins.least_prompts} prompts",
+            f"{format_count(margins.least_prompts, 'prompt')}",
             f"cost: a tune {format_hours(decision.costs.tune)}, a training from the start "
             f"{format_hours(decision.costs.retrain)}",
         ]

@@ -18,6 +18,7 @@ from draftworks.decision.answers import Answer, Answers
 from draftworks.decision.budget import HOUR_S, ROUNDING, Charge, Entry, Ledger, Outcome
 from draftworks.decision.record import Choice, Decision, EvalLoss
 from draftworks.storage.identity import digest
+from draftworks.storage.words import format_count
 
 ALLOWED = {
     "none": frozenset[Choice](),
@@ -243,7 +244,9 @@ def _explain_attempts(
     until = tried[-1].at + pause * HOUR_S
     if now >= until:
         return None
-    return _NotAgain(Action.WAIT, f"a {choice} failed {failures} times in a row: tried again after {pause:g} h")
+    return _NotAgain(
+        Action.WAIT, f"a {choice} failed {format_count(failures, 'time')} in a row: tried again after {pause:g} h"
+    )
 
 
 def compute_backoff(failures: int, budget: BudgetSpec | None) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from draftworks.decision.record import Choice, EvalLoss, Margins, Reference
 from draftworks.evaluation.ladder.statistics import Interval
+from draftworks.storage.words import format_count
 
 MAX_PROMPTS = 1_000_000
 """A number of prompts above this is as good as none."""
@@ -180,15 +181,15 @@ def _explain(evidence: LossEvidence, loss: Loss, choice: Choice, margins: Margin
         return ""
     if _has_few_reference_prompts(evidence, margins):
         return (
-            f"the former figure is of {evidence.reference_prompts} prompts, at least {margins.least_prompts} are needed, and "
+            f"the former figure is of {format_count(evidence.reference_prompts, 'prompt')}, at least {margins.least_prompts} are needed, and "
             "it cannot be measured again"
         )
     found = count_prompts_to_decide(evidence, loss, margins)
     few = (
-        f"{evidence.prompts} prompts, at least {margins.least_prompts} are needed; "
+        f"{format_count(evidence.prompts, 'prompt')}, at least {margins.least_prompts} are needed; "
         if evidence.prompts < margins.least_prompts
         else ""
     )
     if found is None:
         return f"{few}more prompts would not decide"
-    return f"{few}about {found:,} prompts would decide, if the loss stays"
+    return f"{few}about {format_count(found, 'prompt')} would decide, if the loss stays"

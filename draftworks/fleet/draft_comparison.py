@@ -31,6 +31,7 @@ from draftworks.fleet.recipe_differences import (
     find_recipe_differences,
 )
 from draftworks.storage.asset_names import of_eval_set
+from draftworks.storage.words import format_count
 
 CONFIDENCE = 0.95
 LENGTH = "length"
@@ -107,7 +108,11 @@ class EvalSetFigures:
         """Return a sentence with verdict, difference and interval."""
         if self.difference is None or self.interval is None:
             return f"{self.eval_set}: no difference is computed: {self.reason}"
-        prompts = f"{self.shared} prompts of both" if self.kind is Kind.PAIRED else f"other prompts, {self.reason}"
+        prompts = (
+            f"{format_count(self.shared, 'prompt')} of both"
+            if self.kind is Kind.PAIRED
+            else f"other prompts, {self.reason}"
+        )
         return (
             f"{self.eval_set}: {self.verdict}: {self.difference:+.3f} accepted tokens per pass "
             f"({self.interval.low:+.3f} to {self.interval.high:+.3f}, {self.kind}, {prompts})"

@@ -13,6 +13,7 @@ from draftworks.errors import ConfigError
 from draftworks.notifications.event import Event
 from draftworks.notifications.messages import build_slack_body, build_webhook_body
 from draftworks.notifications.outbox import MAX_EVENTS, Message, Outbox
+from draftworks.storage.words import format_count
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 15.0, 3600.0
 REFUSALS = 3
@@ -114,13 +115,18 @@ def _attempt(
     count = len(message.events)
     if not posted.problem:
         box.record_told(message, now())
-        return _Said(True, [f"{spec.channel}: told {count} event{'' if count == 1 else 's'}"])
+        return _Said(True, [f"{spec.channel}: told {format_count(count, 'event')}"])
     problem = posted.problem[:300]
     attempts = message.attempts + 1
     refused = posted.status in REFUSED_STATUSES and attempts >= REFUSALS
     if refused or now() - message.began > GIVE_UP_S:
         box.record_refused(message)
-        return _Said(True, [f"{spec.channel}: {count} events are given up after {attempts} attempts: {problem}"])
+        return _Said(
+            True,
+            [
+                f"{spec.channel}: given up: {format_count(count, 'event')} after {format_count(attempts, 'attempt')}: {problem}"
+            ],
+        )
     pause_s = posted.retry_after_s or FIRST_PAUSE_S * 2 ** min(attempts - 1, 12)
     later = now() + min(pause_s, LONGEST_PAUSE_S)
     box.save(replace(message, attempts=attempts, not_before=later, problem=problem))

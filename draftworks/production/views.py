@@ -13,6 +13,7 @@ from draftworks.production.acceptance import WindowAcceptance
 from draftworks.production.observer import UNKNOWN_DRAFT
 from draftworks.production.readings import Window, split_windows
 from draftworks.production.standing import GAP_S, ServerStanding
+from draftworks.storage.words import format_count
 
 COLUMNS: tuple[str, ...] = (
     "server",
@@ -60,7 +61,7 @@ def list_notes(standings: Sequence[ServerStanding]) -> list[str]:
     for one in standings:
         found = list(one.observation.remarks)
         if one.now is not None and one.now.value is not None and one.now.interval is None:
-            found.append(f"{one.now.windows} windows with a pass: too few for an interval")
+            found.append(f"{format_count(one.now.windows, 'window')} with a pass: too few for an interval")
         if one.now is not None and one.now.value is None:
             found.append("no pass was verified in these hours")
         if one.now is None and one.gauge is None and one.draft is not None:
@@ -68,7 +69,9 @@ def list_notes(standings: Sequence[ServerStanding]) -> list[str]:
         if one.now is not None and one.baseline is None:
             found.append("the first hours of this draft are not over: nothing to compare with yet")
         if one.restarts or one.gaps:
-            found.append(f"{one.restarts} restarts, {one.gaps} gaps of more than {GAP_S / 3600:g} h in the series")
+            found.append(
+                f"{format_count(one.restarts, 'restart')}, {format_count(one.gaps, 'gap')} of more than {GAP_S / 3600:g} h in the series"
+            )
         notes += [f"{one.server}: {each}" for each in found]
     return notes
 

@@ -14,6 +14,7 @@ from draftworks.preflight.findings import Finding
 from draftworks.preflight.object_storage import find_storage_problems
 from draftworks.preflight.schedulers import find_refused_jobs, list_scheduler_users
 from draftworks.storage.identity import FileDigests
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 
 REGISTRY = Path(__file__).resolve().parents[2] / "registry"
@@ -55,8 +56,8 @@ def check(
     else:
         for problem in shared:
             typer.echo(f"error: {problem}")
-        count = f"{len(checked)} target{'' if len(checked) == 1 else 's'} in {registry}"
-        typer.echo(f"{count}: {errors or 'no'} problem{'' if errors == 1 else 's'}", err=bool(errors))
+        found_errors = format_count(errors, "problem") if errors else "no problems"
+        typer.echo(f"{format_count(len(checked), 'target')} in {registry}: {found_errors}", err=bool(errors))
     if errors:
         raise typer.Exit(1)
 
@@ -65,11 +66,7 @@ def _print_findings(name: str, findings: tuple[Finding, ...]) -> None:
     """Print a line for the target, and one below it for each finding, errors first."""
     errors = sum(one.severity == "error" for one in findings)
     warnings = len(findings) - errors
-    parts = [
-        f"{count} {what}{'' if count == 1 else 's'}"
-        for count, what in ((errors, "problem"), (warnings, "warning"))
-        if count
-    ]
+    parts = [format_count(count, what) for count, what in ((errors, "problem"), (warnings, "warning")) if count]
     typer.echo(f"{name}: {', '.join(parts) if errors else ', '.join(['ok', *parts])}")
     for one in sorted(findings, key=lambda one: one.severity):
         for line in one.text.splitlines():

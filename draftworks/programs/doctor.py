@@ -12,6 +12,7 @@ import typer
 from draftworks.preflight.installation.doctor import LIMIT_S, Installation, probe_ui_port
 from draftworks.preflight.installation.probes import Line, Probe, run_probes
 from draftworks.programs.start import CHECKOUT, LOOPBACK, build_dagster_environment, is_port_free
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 
 UI_PORT = 3000
@@ -39,9 +40,7 @@ def doctor(
     else:
         for line in lines:
             _print_line(line)
-        typer.echo(
-            f"{problems} problem{'' if problems == 1 else 's'}, {warnings} warning{'' if warnings == 1 else 's'}"
-        )
+        typer.echo(f"{format_count(problems, 'problem')}, {format_count(warnings, 'warning')}")
     if problems:
         raise typer.Exit(1)
 

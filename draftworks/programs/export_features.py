@@ -15,6 +15,7 @@ from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.asset_names import TOKENIZED_TRAIN, TRAINING_FEATURES
 from draftworks.storage.data_records import read_captured_weights
 from draftworks.storage.identity import FileDigests
+from draftworks.storage.words import format_count
 from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
@@ -41,7 +42,7 @@ def export_features(
         raise typer.Exit(1) from None
     ids = " ".join(map(str, record["target_layer_ids"]))
     typer.echo(
-        f"{out}: {record['samples']} samples, {record['tokens']:,} tokens, streams {', '.join(record['streams'])}"
+        f"{out}: {format_count(record['samples'], 'sample')}, {record['tokens']:,} tokens, streams {', '.join(record['streams'])}"
     )
     typer.echo(
         f"train with: --data-path {out} --target-layer-ids {ids} --hidden-states-backend {record['transfer']} "

@@ -9,6 +9,7 @@ import typer
 
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.programs.start import CHECKOUT, report_error
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 
 
@@ -38,7 +39,9 @@ def notify(
                 box = Outbox(found.resolve_var_folder(), spec.channel)
                 message = box.find_message()
                 last = f"; attempt {message.attempts} failed: {message.problem}" if message and message.problem else ""
-                typer.echo(f"{spec.channel}: {', '.join(spec.events)}; {box.count_pending()} events wait{last}")
+                typer.echo(
+                    f"{spec.channel}: {', '.join(spec.events)}; {format_count(box.count_pending(), 'event')} waiting{last}"
+                )
                 continue
             posted = send_test(spec)
             failed = failed or bool(posted.problem)

@@ -20,6 +20,7 @@ from draftworks.runtime.rollout_worker import RolloutWorker
 from draftworks.runtime.stream_rounds import StreamRounds
 from draftworks.runtime.training_stream import open_controller
 from draftworks.storage.atomic import publish_json
+from draftworks.storage.words import format_count
 
 
 def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
         done = worker.run()
     seconds = time.monotonic() - started
     ctx.log(
-        f"{name}: {done.captured} samples captured in {done.tasks} tasks, {done.waited_s:.1f} of {seconds:.1f} s waiting"
+        f"{name}: {format_count(done.captured, 'sample')} captured in {format_count(done.tasks, 'task')}, {done.waited_s:.1f} of {seconds:.1f} s waiting"
     )
     report = {
         "tasks": done.tasks,

@@ -26,6 +26,7 @@ from draftworks.service.record import InService
 from draftworks.service.register import ServiceRegister
 from draftworks.service.states import Attempt, Delivery, find_delivery, save_delivery
 from draftworks.storage.regular_files import parse_json
+from draftworks.storage.words import format_count
 
 MAX_DETAIL = 500
 CONFIRMED, TOLD, FAILED = "confirmed", "told", "failed"
@@ -83,7 +84,7 @@ def describe_delivery(delivery: Delivery) -> str:
         return f"the server has confirmed draft {delivery.digest}"
     if delivery.told:
         return f"the hook succeeded and confirmed no draft: {last.detail or 'it said nothing'}"
-    return f"the hook failed {len(delivery.attempts)} times, last: {last.detail}"
+    return f"the hook failed {format_count(len(delivery.attempts), 'time')}, last: {last.detail}"
 
 
 def _attempt(

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from draftworks.service.record import EvalFigures, InService
+from draftworks.storage.words import format_count
 
 if TYPE_CHECKING:  # numpy, which no sensor needs
     from draftworks.evaluation.ladder.statistics import PairedDifference
@@ -166,9 +167,7 @@ def describe_figures(found: EvalFigures) -> str:
         return f"{found.eval_set}: {found.verdict.replace('_', '-')}: {found.reason}"
     carried = f", which is {found.carried:.3f} behind the best one" if found.carried else ""
     said = f"{found.eval_set}: {found.verdict.replace('_', '-')}: {found.difference:+.3f} accepted tokens per pass "
-    said += (
-        f"({found.low:+.3f} to {found.high:+.3f}, {found.prompts} prompts) against draft {found.reference}{carried}; "
-    )
+    said += f"({found.low:+.3f} to {found.high:+.3f}, {format_count(found.prompts, 'prompt')}) against draft {found.reference}{carried}; "
     return said + f"allowed {-found.margin:+.3f}" + (f"; {found.reason}" if found.reason else "")
 
 
@@ -190,4 +189,4 @@ def _judge(paired: PairedDifference, carried: float, margins: Margins) -> _Judge
     needed = count_prompts_to_decide(paired, carried, margins.margin)
     if needed is None:
         return _Judged(Verdict.UNDECIDED, "the difference itself is below what is allowed: train a better draft")
-    return _Judged(Verdict.UNDECIDED, f"about {needed:,} prompts would decide, if the difference stays")
+    return _Judged(Verdict.UNDECIDED, f"about {format_count(needed, 'prompt')} would decide, if the difference stays")

@@ -79,7 +79,7 @@ def test_restarts_and_gaps_are_counted_and_told():
     late = make_readings(5, 2.0, start=readings[-1].time + GAP_S + 1)
     found = assess([*readings, *late])
     assert (found.restarts, found.gaps) == (1, 1)
-    assert "front: 1 restarts, 1 gaps of more than 2 h" in " ".join(list_notes([found]))
+    assert "front: 1 restart, 1 gap of more than 2 h" in " ".join(list_notes([found]))
 
 
 def test_a_server_that_was_never_read_or_once_has_no_figure_and_a_row():

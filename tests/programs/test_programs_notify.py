@@ -42,7 +42,7 @@ def test_channels_are_shown_with_what_waits(tmp_path: Path) -> None:
     command = write_registry(tmp_path, {"kind": "slack", "url_env": "TEAM_URL", "name": "team", "events": ["failure"]})
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0
-    assert shown.output == "team: failure; 0 events wait\n"
+    assert shown.output == "team: failure; 0 events waiting\n"
 
 
 @pytest.mark.parametrize("arguments", [["--channel", "nobody"], ["--test", "--channel", "nobody"]])

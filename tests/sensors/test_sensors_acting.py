@@ -72,7 +72,7 @@ def test_what_has_a_run_is_not_requested_again_and_its_end_corrects_the_ledger(
     assert again == []
     assert entries(acting)["one"].outcome is Outcome.FAILED
     assert entries(acting)["one"].hours == 0.0  # it never began to work
-    assert "failed 1 times in a row" in steps["one"].reason
+    assert "failed 1 time in a row" in steps["one"].reason
     assert "busy" in steps["two"].reason
 
 
@@ -177,7 +177,7 @@ def test_equal_reasons_are_one_line():
     steps = [Step(name, "eagle3", Action.WAIT, Choice.TUNE, "no budget") for name in ("a", "b")]
     steps.append(Step("c", "eagle3", Action.KEEP, Choice.KEEP, "the draft is kept"))
     assert group_reasons(steps)[0] == "wait: a eagle3, b eagle3: no budget"
-    assert explain_tick(steps) == "wait: a eagle3, b eagle3: no budget; 1 drafts are kept"
+    assert explain_tick(steps) == "wait: a eagle3, b eagle3: no budget; kept: 1 draft"
 
 
 def evaluate(acting: ActingFleet, instance: dg.DagsterInstance, cursor: str | None = None):

@@ -74,14 +74,14 @@ def test_a_slot_stays_taken_while_the_job_of_an_ended_run_lives(
     states = [JobState.RUNNING]
     seen = SimpleNamespace(look=lambda id: SeenJob(id, "dw-1", states[-1]))
     monkeypatch.setattr("resources.job_claims.make_scheduler", lambda spec: seen)
-    assert tick(instance, monkeypatch) == "freed the pool slots of 0 runs; 1 have a job that lives"
+    assert tick(instance, monkeypatch) == "freed the pool slots of 0 runs; a job of 1 run lives"
     instance.report_run_failed(run)
     monkeypatch.setattr(pool_slots, "ENDED_FOR_S", 0.0)
     for _ in range(2):
-        assert tick(instance, monkeypatch) == "freed the pool slots of 0 runs; 1 have a job that lives"
+        assert tick(instance, monkeypatch) == "freed the pool slots of 0 runs; a job of 1 run lives"
     assert holders(instance) == {run.run_id}
     states.append(JobState.SUCCEEDED)
-    assert "of 1 runs" in tick(instance, monkeypatch)
+    assert "freed the pool slots of 1 run;" in tick(instance, monkeypatch)
     assert holders(instance) == set()
 
 

@@ -13,6 +13,7 @@ from draftworks.evaluation.report.findings import WALK
 from draftworks.evaluation.report.walk_pairs import MeasuredWalk, pair_walks
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import ReportIdentity
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import HELDOUT
 
 
@@ -43,7 +44,7 @@ class ReplacedDraftComparison:
         verdict = "fewer are accepted" if self.is_worse else "more are accepted" if low > 0 else "no clear difference"
         return (
             f"{self.paired.difference:+.3f} accepted tokens per pass ({low:+.3f} to {high:+.3f}) compared with the "
-            f"draft before it, on {self.paired.prompts} prompts measured with both: {verdict}"
+            f"draft before it, on {format_count(self.paired.prompts, 'prompt')} measured with both: {verdict}"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from draftworks.errors import DraftworksError
 from draftworks.preflight.installation.probes import Line
 from draftworks.preflight.object_storage import find_storage_problems, list_storage_places
 from draftworks.preflight.schedulers import find_refused_jobs, list_scheduler_users
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 
 REGISTRY, STORAGE, SCHEDULERS, SECRETS = "registry", "object storage", "schedulers", "secrets"
@@ -30,7 +31,7 @@ def probe_registry(registry: Registry) -> Iterator[Line]:
     for problem in problems:
         yield Line(REGISTRY, "problem", problem, "correct the file; draftworks check shows more")
     if not problems:
-        yield Line(REGISTRY, "ok", f"{registry.root}: {len(names)} target{'' if len(names) == 1 else 's'}")
+        yield Line(REGISTRY, "ok", f"{registry.root}: {format_count(len(names), 'target')}")
 
 
 def probe_object_storage(registry: Registry, limit_s: float) -> Iterator[Line]:

@@ -14,6 +14,7 @@ from draftworks.storage.artifacts import LOCK, PARTIAL, POINTER, RECORD, SCHEMA_
 from draftworks.storage.lease import LeasePath
 from draftworks.storage.lease_file import LeaseState
 from draftworks.storage.regular_files import read_json
+from draftworks.storage.words import format_count
 
 LEFTOVERS, STORES = "leftovers", "stores"
 SILENT_S = 600.0
@@ -41,7 +42,9 @@ def probe_leftovers(var: Path) -> Iterator[Line]:
     if old:
         todo = "run the same job again to go on with them, or remove them: draftworks prune --yes"
         names = ", ".join(str(path.relative_to(var)) for path in sorted(old)[:5])
-        yield Line(LEFTOVERS, "warning", f"{len(old)} results were interrupted more than a week ago: {names}", todo)
+        yield Line(
+            LEFTOVERS, "warning", f"{format_count(len(old), 'result')}, interrupted more than a week ago: {names}", todo
+        )
 
 
 def probe_stores(var: Path) -> Iterator[Line]:
