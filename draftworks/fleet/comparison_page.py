@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,16 +36,17 @@ class _Section:
     rows: tuple[Mapping[str, str], ...] = ()
 
 
-def render_markdown(found: DraftComparison, picture: str | None = None) -> str:
+def render_markdown(found: DraftComparison, picture: str | None = None, width: int | None = None) -> str:
     """Return the comparison as Markdown.
 
     Args:
         picture: path of the picture as the file is to name it; None: without one.
+        width: characters of a line of the terminal: a table that is wider becomes a list. None: tables of any width.
     """
     parts = [f"# {_title(found)}"]
     for section in _iterate_sections(found):
         parts += [f"## {section.title}", *section.text]
-        parts += [render_table(section.rows, max_cell_length=_MAX_CELL_LENGTH)] if section.rows else []
+        parts += [_render_rows(section.rows, width)] if section.rows else []
         parts += [f"![differences]({picture})"] if picture is not None and section.title == "Figures" else []
     return "\n\n".join(parts) + "\n"
 
@@ -117,7 +118,8 @@ def _title(found: DraftComparison) -> str:
 
 
 def _iterate_sections(found: DraftComparison) -> Iterator[_Section]:
-    yield _Section("Verdict", (found.verdict, *found.notes, *(one.describe() for one in found.figures)))
+    of_sets = () if found.is_of_one_draft else tuple(one.describe() for one in found.figures)
+    yield _Section("Verdict", (found.verdict, *found.notes, *of_sets))
     figures = tuple(_build_figures_row(one) for one in found.figures)
     yield _Section("Figures", (_NOTE,), figures)
     slices = tuple(row for one in found.figures for row in _build_slice_rows(one))
@@ -128,10 +130,22 @@ def _iterate_sections(found: DraftComparison) -> Iterator[_Section]:
     yield _Section("Size and training", (), tuple(_build_cost_rows(found)))
 
 
+def _render_rows(rows: Sequence[Mapping[str, str]], width: int | None) -> str:
+    """Return a Markdown table; where a line of it is longer than `width`, a list with an item for each row instead."""
+    table = render_table(rows, max_cell_length=_MAX_CELL_LENGTH)
+    if width is None or max(map(len, table.splitlines())) <= width:
+        return table
+    lines = []
+    for row in rows:
+        first, *others = (f"{name}: {value}" if name else value for name, value in row.items() if value)
+        lines += [f"* {first}", *(f"  * {each}" for each in others)]
+    return "\n".join(lines)
+
+
 def _build_figures_row(one: EvalSetFigures) -> dict[str, str]:
     is_paired = one.kind is Kind.PAIRED
-    difference = "" if one.difference is None else f"{one.difference:+.3f}"
-    interval = "" if one.interval is None else f"{one.interval.low:+.3f} to {one.interval.high:+.3f}"
+    difference = "" if one.difference is None else f"{one.difference:+z.3f}"
+    interval = "" if one.interval is None else f"{one.interval.low:+z.3f} to {one.interval.high:+z.3f}"
     return {
         "eval set": one.eval_set,
         "A, all its prompts": _format_side(one.a),
@@ -153,8 +167,8 @@ def _build_slice_rows(one: EvalSetFigures) -> Iterator[dict[str, str]]:
             "prompts": f"{each.prompts:,}",
             "A": _format(each.a),
             "B": _format(each.b),
-            "A - B": f"{each.difference:+.3f}",
-            "95% interval": f"{each.low:+.3f} to {each.high:+.3f}",
+            "A - B": f"{each.difference:+z.3f}",
+            "95% interval": f"{each.low:+z.3f} to {each.high:+z.3f}",
         }
 
 

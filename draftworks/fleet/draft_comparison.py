@@ -114,8 +114,8 @@ class EvalSetFigures:
             else f"other prompts, {self.reason}"
         )
         return (
-            f"{self.eval_set}: {self.verdict}: {self.difference:+.3f} accepted tokens per pass "
-            f"({self.interval.low:+.3f} to {self.interval.high:+.3f}, {self.kind}, {prompts})"
+            f"{self.eval_set}: {self.verdict}: {self.difference:+z.3f} accepted tokens per pass "
+            f"({self.interval.low:+z.3f} to {self.interval.high:+z.3f}, {self.kind}, {prompts})"
         )
 
 
@@ -133,8 +133,15 @@ class DraftComparison:
     notes: tuple[str, ...] = ()
 
     @property
+    def is_of_one_draft(self) -> bool:
+        """Whether A and B are the same draft, under whatever names."""
+        return self.a.draft is not None and self.b.draft is not None and self.a.draft.path == self.b.draft.path
+
+    @property
     def verdict(self) -> str:
         """Return a sentence on all eval sets together."""
+        if self.is_of_one_draft:
+            return "A and B are the same draft."
         compared = [one for one in self.figures if one.difference is not None]
         if not compared:
             reasons = dict.fromkeys(one.reason for one in self.figures)
@@ -146,7 +153,7 @@ class DraftComparison:
         if found == {Verdict.UNCLEAR}:
             widest = max(max(-one.interval.low, one.interval.high) for one in compared if one.interval is not None)
             return (
-                f"No clear difference on {names[Verdict.UNCLEAR]}; one of more than {widest:.3f} accepted tokens per pass "
+                f"No clear difference on {names[Verdict.UNCLEAR]}; one of more than {widest:z.3f} accepted tokens per pass "
                 f"is unlikely.{caution}"
             )
         better = found & {Verdict.A, Verdict.B}

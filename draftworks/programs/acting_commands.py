@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from draftworks.decision.answers import AnswerFile
 
 FILE_WIDTH = 1000
+START_NEEDS_DAEMON = (
+    "start: decision_sensor starts it while Dagster's daemon runs: draftworks ui, or dagster-daemon run; draftworks doctor "
+    "says whether it does"
+)
 
 
 def decisions(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
@@ -34,6 +38,7 @@ def decisions(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     from dataclasses import replace
 
     from draftworks.decision.fleet_state import FleetReader
+    from draftworks.decision.queue import Action
 
     try:
         reader, now = FleetReader(Registry(registry)), time.time()
@@ -55,6 +60,8 @@ def decisions(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         row = (step.target, step.strategy, step.choice, step.action, step.reason, f"{step.priority:.3g}", hours)
         table.add_row(*map(escape, row))
     Console(width=None if Console().is_terminal else FILE_WIDTH).print(table)
+    if any(step.action is Action.START for step in steps):
+        typer.echo(START_NEEDS_DAEMON)
 
 
 def accept(

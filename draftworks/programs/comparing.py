@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +46,8 @@ def compare(
             _write_page(out, found)
     except (DraftworksError, OSError) as error:
         raise report_error(error) from None
-    typer.echo(json.dumps(describe_comparison(found), indent=2) if as_json else render_markdown(found))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    typer.echo(json.dumps(describe_comparison(found), indent=2) if as_json else render_markdown(found, width=width))
 
 
 def _write_page(out: Path, found: DraftComparison) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -38,9 +39,11 @@ def notify(
             if not test:
                 box = Outbox(found.resolve_var_folder(), spec.channel)
                 message = box.find_message()
+                unset = [name for name in (spec.url_env, spec.api_key_env) if name and not os.environ.get(name)]
+                missing = f"; not set in this environment: {', '.join(unset)}" if unset else ""
                 last = f"; attempt {message.attempts} failed: {message.problem}" if message and message.problem else ""
                 typer.echo(
-                    f"{spec.channel}: {', '.join(spec.events)}; {format_count(box.count_pending(), 'event')} waiting{last}"
+                    f"{spec.channel}: {', '.join(spec.events)}; {format_count(box.count_pending(), 'event')} waiting{missing}{last}"
                 )
                 continue
             posted = send_test(spec)

@@ -43,13 +43,16 @@ def test_decisions_are_listed_with_what_they_wait_for(acting: ActingFleet):
     assert "0 of 10 GPU-hours in 7 days" in said
     assert "a retrain waits for a person" in said
     assert "undecided: measure on more prompts" in said
+    assert "daemon" not in said
 
 
 def test_an_accepted_decision_starts_next(acting: ActingFleet):
     assert "retrain of the eagle3 draft of one is accepted by me" in say(
         acting, "accept", "one", "eagle3", "--who", "me", "--why", "slow"
     )
-    assert "accepted by me" in say(acting, "decisions")
+    said = say(acting, "decisions")
+    assert "accepted by me" in said
+    assert "while Dagster's daemon runs: draftworks ui" in said
     assert "tune" in say(acting, "accept", "two", "eagle3", "--choice", "tune")
 
 

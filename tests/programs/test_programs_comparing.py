@@ -12,7 +12,12 @@ from click.testing import Result
 from service_site import ServiceSite
 from typer.testing import CliRunner
 
+from draftworks.evaluation.ladder.statistics import Interval
+from draftworks.fleet.compared_drafts import find_compared_draft
+from draftworks.fleet.comparison_page import render_html, render_markdown
+from draftworks.fleet.draft_comparison import EvalSetFigures, Kind, compare_drafts
 from draftworks.programs.cli import app
+from draftworks.storage.artifacts import BuildResult
 
 
 @pytest.fixture
@@ -53,12 +58,35 @@ def test_text_json_and_pages_tell_the_same(site: ServiceSite, tmp_path: Path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "var").rglob("*")} == before
 
 
-def test_a_page_never_holds_markup_of_the_data(site: ServiceSite, tmp_path: Path):
-    from draftworks.fleet.compared_drafts import find_compared_draft
-    from draftworks.fleet.comparison_page import render_html
-    from draftworks.fleet.draft_comparison import compare_drafts
-    from draftworks.storage.artifacts import BuildResult
+def test_a_draft_beside_itself_is_the_same_draft_without_a_signed_zero(site: ServiceSite):
+    a, _ = digests(site)
+    for other in (a, f"small/eagle3/{a}"):
+        shown = call(site, a, other).stdout
+        assert "A and B are the same draft." in shown
+        assert "clear difference:" not in shown
+        assert "-0.0" not in shown
+        assert "+0.000 to +0.000" in shown
 
+
+def test_a_difference_that_rounds_to_zero_has_no_minus():
+    interval = Interval(-0.0004, -0.0001, 0.95)
+    figures = EvalSetFigures("heldout", kind=Kind.PAIRED, shared=1, difference=-0.0002, interval=interval)
+    assert figures.describe() == (
+        "heldout: B accepts more: +0.000 accepted tokens per pass (+0.000 to +0.000, paired, 1 prompt of both)"
+    )
+
+
+def test_a_table_that_is_wider_than_the_terminal_is_a_list_with_the_same_values(site: ServiceSite):
+    found = compare_drafts(*(find_compared_draft(each, site.artifacts) for each in digests(site)))
+    wide, narrow = render_markdown(found), render_markdown(found, width=80)
+    assert render_markdown(found, width=1000) == wide
+    assert max(len(line) for line in narrow.splitlines() if line.startswith(("|", "*", "  *"))) <= 80
+    assert "* eval set: heldout\n  * A, all its prompts: 2.000" in narrow
+    cells = {cell.strip() for line in wide.splitlines() if line.startswith("|") for cell in line.split("|")}
+    assert all(cell in narrow for cell in cells if not cell.startswith(":-"))
+
+
+def test_a_page_never_holds_markup_of_the_data(site: ServiceSite, tmp_path: Path):
     identity = {"options": {"<script>": "<b>&"}, "strategy": "eagle3"}
     made = site.artifacts.obtain("eagle3_draft", "small", identity, lambda out: BuildResult("x"))
     a, b = (find_compared_draft(name, site.artifacts) for name in (made.path.name, digests(site)[0]))

@@ -38,11 +38,16 @@ def test_a_test_message_is_sent_to_the_channels_that_are_named(tmp_path: Path, m
     assert seen[0].body == {"text": "test: a test message of draftworks notify --test"}
 
 
-def test_channels_are_shown_with_what_waits(tmp_path: Path) -> None:
+def test_channels_are_shown_with_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEAM_URL", "https://here")
     command = write_registry(tmp_path, {"kind": "slack", "url_env": "TEAM_URL", "name": "team", "events": ["failure"]})
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0
     assert shown.output == "team: failure; 0 events waiting\n"
+    monkeypatch.delenv("TEAM_URL")
+    assert CliRunner().invoke(app, command).output == (
+        "team: failure; 0 events waiting; not set in this environment: TEAM_URL\n"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--channel", "nobody"], ["--test", "--channel", "nobody"]])

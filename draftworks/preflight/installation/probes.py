@@ -11,6 +11,8 @@ from typing import Literal
 from draftworks.errors import DraftworksError
 
 State = Literal["ok", "warning", "problem"]
+_CORRECT_FIRST = "correct that, then run draftworks doctor again: it looks at this area too"
+_UNEXPECTED = "look whether this user may read what is named there; if so, please report this line"
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,10 @@ def _run(probe: Probe, outcome: _Outcome) -> None:
             outcome.lines.append(line)
     except Exception as error:
         # An error of a registry file is a problem of its own line, and several probes run into it.
-        reason = str(error).partition("\n")[0] if isinstance(error, DraftworksError) else repr(error)
-        outcome.lines.append(Line(probe.area, "warning", f"could not be looked at: {reason}"))
+        is_known = isinstance(error, DraftworksError)
+        reason = str(error).partition("\n")[0] if is_known else repr(error)
+        todo = _CORRECT_FIRST if is_known else _UNEXPECTED
+        outcome.lines.append(Line(probe.area, "warning", f"could not be looked at: {reason}", todo))
     outcome.ended.set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from draftworks.errors import ConfigError
 from draftworks.preflight.installation.probes import Line, Probe, run_probes
 
 
@@ -33,6 +34,16 @@ def test_a_probe_that_raises_is_a_warning_with_what_it_found_before():
         ("ok", "before"),
         ("warning", "could not be looked at: PermissionError('no right')"),
     ]
+    assert found[1].todo
+
+
+def test_a_probe_that_a_broken_registry_file_stops_says_what_to_do_after_it():
+    def fail():
+        raise ConfigError("deployment.yaml: unknown key vra; did you mean var?\nand more")
+
+    [line] = run_probes([Probe("stores", fail)], limit_s=5)
+    assert line.found == "could not be looked at: deployment.yaml: unknown key vra; did you mean var?"
+    assert "run draftworks doctor again" in line.todo
 
 
 def test_probes_run_at_once():
