@@ -5,7 +5,7 @@
 # make test-long   what takes minutes and is not in CI: repeated random kills, a million references
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
-# make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
+# make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2 GB)
 # make test-mooncake      tests of stores and streams in a real Mooncake; that library is installed beside .venv
 # make test-cluster       tests on a real Slurm and Postgres, unpacked beside .venv from Debian's packages, and a real S3 server
 # make test-ray           tests on a real Ray cluster of two nodes on this machine; Ray is installed beside .venv
@@ -128,11 +128,22 @@ lint: $(VENV)/ready
 check: $(VENV)/ready
 	$(BIN)/draftworks check
 
+# Of an environment for tests little is ever imported: bytecode is written when it is, not for all of it by pip.
+PIP_INSTALL = $(@D)/bin/pip install --quiet --disable-pip-version-check --no-compile
+
+# An environment in $(@D) with the packages of the first prerequisite, and of .venv nothing but torch.
+define make-apart
+$(check-python)
+$(PYTHON) -m venv $(@D)
+$(BIN)/python tools/link_torch.py $(@D)
+$(PIP_INSTALL) --no-deps -r $<
+endef
+
 # An environment in $(@D) with the packages of the first prerequisite, and all libraries of .venv behind them.
 define make-beside
 rm -rf $(@D)
 $(PYTHON) -m venv $(@D)
-$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+$(PIP_INSTALL) --no-deps -r $<
 @$(@D)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
 	"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 endef
@@ -155,28 +166,19 @@ $(VENV)/docs-ready: $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-$(SPECULATORS)/ready: tools/speculators-requirements.txt
-	$(check-python)
-	$(PYTHON) -m venv $(SPECULATORS)
-	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+$(SPECULATORS)/ready: tools/speculators-requirements.txt | $(VENV)/ready
+	$(make-apart)
 	@touch $@
 
-$(SPECFORGE)/ready: tools/specforge-requirements.txt
-	$(check-python)
-	$(PYTHON) -m venv $(SPECFORGE)
-	$(SPECFORGE)/bin/pip install --quiet --disable-pip-version-check -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(SPECFORGE)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+$(SPECFORGE)/ready: tools/specforge-requirements.txt | $(VENV)/ready
+	$(make-apart)
 	@touch $@
 
 # What SGLang itself requires includes GPU libraries, so the pins are installed as they are; then our platform plug-in,
 # which makes it run where there is no GPU.
-$(SGLANG)/ready: tools/sglang-requirements.txt tools/sglang_cpu_platform/pyproject.toml $(wildcard tools/sglang_cpu_platform/draftworks_sglang_cpu/*.py)
-	$(check-python)
-	$(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall tools/sglang_cpu_platform
+$(SGLANG)/ready: tools/sglang-requirements.txt tools/sglang_cpu_platform/pyproject.toml $(wildcard tools/sglang_cpu_platform/draftworks_sglang_cpu/*.py) | $(VENV)/ready
+	$(make-apart)
+	$(PIP_INSTALL) --no-deps --no-build-isolation --force-reinstall tools/sglang_cpu_platform
 	@touch $@
 
 # Training reads from Mooncake in its own processes, so this environment is .venv and one library more: a .pth file leads

@@ -27,3 +27,10 @@ def test_every_tool_of_an_extra_is_pinned():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     names = {each.split(">=")[0].split("[")[0].lower() for extra in extras.values() for each in extra}
     assert names <= pinned().keys()
+
+
+def test_environments_that_have_the_torch_of_venv_ask_for_that_torch():
+    """pip would install another one into them, see tools/link_torch.py."""
+    for name in ("sglang", "speculators", "specforge"):
+        lines = (ROOT / "tools" / f"{name}-requirements.txt").read_text().splitlines()
+        assert f"torch=={pinned()['torch']}" in lines, name
