@@ -48,7 +48,7 @@ def take_key_arguments(environment: MutableMapping[str, str]) -> list[str]:
         return []
     key = read_key(Path(path))
     hide_in_log_records(key)
-    return ["--api-key", key]
+    return [f"--api-key={key}"]  # one word: a key may begin with a dash
 
 
 def hide_in_log_records(key: str) -> None:
