@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,31 @@ from torch import nn
 PLUGIN = Path(__file__).resolve().parents[2] / "tools" / "sglang_cpu_platform" / "draftworks_sglang_cpu"
 
 
-@pytest.fixture(scope="module")
-def plugin() -> ModuleType:
-    found = importlib.util.spec_from_file_location("plugin_speculation", PLUGIN / "speculation.py")
+def load(name: str) -> ModuleType:
+    found = importlib.util.spec_from_file_location(f"plugin_{name}", PLUGIN / f"{name}.py")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def plugin() -> ModuleType:
+    return load("speculation")
+
+
+def test_one_copy_of_a_target_is_forked_and_several_are_left_to_sglang(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(multiprocessing, "set_start_method", lambda method, force: chosen.append((method, force)))
+    plugin = load("one_import")
+    plugin.choose_fork(None, SimpleNamespace(dp_size=2))
+    assert chosen == []
+    plugin.choose_fork(None, SimpleNamespace(dp_size=1))
+    assert chosen == [("fork", True)]
+
+
+def test_a_program_that_is_no_server_is_left_alone():
+    """SGLang is not installed here: an import of it would fail."""
+    load("one_import").register()
 
 
 def test_cache_locations_are_the_named_span_of_each_requests_row(plugin):

@@ -211,6 +211,12 @@ def test_a_set_up_that_loses_hidden_states_is_refused(lossy, tiny_target, tmp_pa
         sglang_engine(tiny_target, tmp_path, (LayerTap(2), LayerTap(4)), url=lossy.url, spool=str(lossy.spool))
 
 
+def test_the_processes_of_a_server_on_a_cpu_share_its_imports(lossy):
+    """CPU seconds: the one that only turns tokens into text has hardly any of its own."""
+    server, *others = (sum(process.cpu_times()[:2]) for process in lossy.processes)
+    assert min(others) < server / 4
+
+
 def test_rows_lost_to_chunks_are_noticed(lossy, tiny_target):
     row = next(row for row in ROWS if len(row) > 2 * CHUNK)
     with pytest.raises(CaptureError, match=rf"sequence of {len(row)} tokens in chunks of \[16, "):
