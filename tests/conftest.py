@@ -27,14 +27,16 @@ settings.load_profile("unhurried")
 pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_contract")
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARED = frozenset({"finished", "tiny_sglang"})
+"""Costly fixtures of a whole session."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that nobody waits for it at the end: all that looks at the one finished run, then the
+    """What takes longest begins first, so that nobody waits for it at the end: all that shares a costly fixture, then the
     modules with slow tests.
     """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (not _looks_at_the_finished_run(item), item.path not in slow))
+    items.sort(key=lambda item: (SHARED.isdisjoint(getattr(item, "fixturenames", ())), item.path not in slow))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,13 +44,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     """Workers share the tests by module, see the Makefile: pytest-xdist's groups are lost on pytest 9.2."""
     if config.getvalue("dist") != "loadfile":
         return None
-    from finished_run_scheduling import FinishedRunScheduling
+    from shared_fixture_scheduling import SharedFixtureScheduling
 
-    return FinishedRunScheduling(config, log)
-
-
-def _looks_at_the_finished_run(item: pytest.Item) -> bool:
-    return "finished" in getattr(item, "fixturenames", ())
+    return SharedFixtureScheduling(config, log, SHARED)
 
 
 @pytest.fixture(autouse=True)
