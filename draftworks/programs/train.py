@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from draftworks.config.layer_options import LayerOptions
 from draftworks.config.run_files import VOCAB_FILE, TrainRun
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.conversations import QUARANTINE_FILE
@@ -123,7 +124,7 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
         ctx.log(_describe_plan(run, draft, samples, trainer, persistence))
         if stream is not None:
             ctx.log(stream.describe())
-        for own in draft.parts.own:
+        for own in draft.parts.own if isinstance(draft.options, LayerOptions) else ():
             ctx.log(f"of the draft's own, not the target's: {own}")
     if not trainer.can_evaluate():
         raise make_empty_heldout_error(run.heldout)

@@ -10,10 +10,12 @@ import torch
 from model_families import HIDDEN, LAYERS, VOCAB, save_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.draft_io import save_draft
-from draftworks.drafts.strategy import DraftStrategy
+from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.strategies.mtp.options import MtpOptions
@@ -79,3 +81,26 @@ def save_tuned(target: TargetFiles, folder: Path, change: float) -> CanonicalDra
             weight.add_(change)
     save_draft(folder, strategy, target.digest)
     return CanonicalDraft.load(folder, target)
+
+
+def draw_samples(lengths: tuple[int, ...] = (9, 13, 6)) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "input_ids": torch.randint(VOCAB, (length,), generator=generator),
+            "loss_mask": torch.arange(length) > 2,
+            "last": torch.randn(length, HIDDEN, generator=generator),
+        }
+        for length in lengths
+    ]
+
+
+def sharded_step(rank: int, target: TargetFiles, out: Path) -> None:
+    """What one of two ranks does: its own sample; rank 0 writes the whole gradients."""
+    strategy = mtp(TargetParts.load(target))
+    fully_shard(strategy.model, mesh=init_device_mesh("cpu", (2,)))
+    batch = strategy.collate([draw_samples()[rank]], [str(rank)])
+    (strategy.forward_loss(batch, StepContext(training=True)).loss_sum * 2).backward()  # FSDP averages over two ranks
+    whole = {name: weight.grad.full_tensor() for name, weight in strategy.model.named_parameters()}
+    if rank == 0:
+        save_file(whole, out)

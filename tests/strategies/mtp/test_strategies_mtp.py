@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import on_ranks
 from ladder_toys import TAPS, TTT, build_ladder, greedy_answers
-from model_families import HIDDEN, VOCAB, in_float64
-from mtp_toys import KINDS, SHARD, mtp
+from model_families import in_float64
+from mtp_toys import KINDS, SHARD, draw_samples, mtp, sharded_step
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftworks.config.run_files import TargetFiles
-from draftworks.drafts.strategy import DraftStrategy, StepContext
+from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.evaluation.ladder.loop import DecodingLoop
 from draftworks.evaluation.ladder.prompts import Prompt
@@ -25,18 +26,6 @@ from draftworks.storage.regular_files import read_json
 from draftworks.strategies.mtp.reader import read_target_mtp
 
 MakeTarget = Callable[[str], TargetFiles]
-
-
-def draw_samples(strategy: DraftStrategy, lengths: tuple[int, ...] = (9, 13, 6)) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "input_ids": torch.randint(VOCAB, (length,), generator=generator),
-            "loss_mask": torch.arange(length) > 2,
-            "last": torch.randn(length, HIDDEN, generator=generator),
-        }
-        for length in lengths
-    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +53,7 @@ def test_the_walk_equals_the_real_loop(kind: str, mtp_target: MakeTarget, tiny_f
 def test_packed_samples_give_the_sums_of_padded_ones(kind: str, attends: str, mtp_target: MakeTarget):
     strategy = mtp(TargetParts.load(mtp_target(kind)), attends=attends)
     strategy.model.double()
-    samples, names = draw_samples(strategy), ["a", "b", "c"]
+    samples, names = draw_samples(), ["a", "b", "c"]
     padded, packed = (
         strategy.forward_loss(layout(samples, names), StepContext(training=True))
         for layout in (strategy.collate, strategy.pack)
@@ -94,7 +83,7 @@ def test_an_untrained_draft_is_the_targets_own_layer(kind: str, mtp_target: Make
     parts = TargetParts.load(mtp_target(kind))
     strategy, reader = mtp(parts), open_reader(mtp_target(kind), parts)
     strategy.model.double()
-    sample, generator = draw_samples(strategy)[1], torch.Generator().manual_seed(5)
+    sample, generator = draw_samples()[1], torch.Generator().manual_seed(5)
     for length in (2, 8, 12):
         drafter = strategy.drafter()
         following = sample["input_ids"][1 : length + 1]
@@ -112,7 +101,7 @@ def test_the_loss_of_a_chain_is_that_of_a_plain_loop(kind: str, mtp_target: Make
     """Every labelled place by itself, by the reader: the layer sees what a server's would, fed the sample's own tokens."""
     parts = TargetParts.load(mtp_target(kind))
     strategy, reader = mtp(parts, num_steps=3), open_reader(mtp_target(kind), parts)
-    samples = draw_samples(strategy)
+    samples = draw_samples()
     output = strategy.forward_loss(strategy.pack(samples, ["a", "b", "c"]), StepContext(training=True))
     sums, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for sample in samples:
@@ -129,3 +118,14 @@ def test_the_loss_of_a_chain_is_that_of_a_plain_loop(kind: str, mtp_target: Make
     weights = torch.tensor([1.0, 0.6, 0.36]) / 1.96
     torch.testing.assert_close(output.loss_sum.double(), (weights * sums).sum(), rtol=1e-4, atol=1e-3)
     assert output.loss_weight == counts[0]
+
+
+def test_two_sharded_ranks_sum_to_the_gradients_of_one_process(mtp_target: MakeTarget, tmp_path: Path):
+    target = mtp_target("deepseek_v3")
+    strategy = mtp(TargetParts.load(target))
+    batch = strategy.collate(draw_samples()[:2], ["0", "1"])
+    strategy.forward_loss(batch, StepContext(training=True)).loss_sum.backward()
+    on_ranks(2, tmp_path, sharded_step, target, tmp_path / "gradients")
+    found = load_file(tmp_path / "gradients")
+    for name, weight in strategy.model.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, rtol=1e-4, atol=1e-5)
