@@ -37,6 +37,8 @@ def derive_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, An
     values = {name: value for name, value in {**hints, **sizes}.items() if name in known}
     if values.get("mask_token_id") == parts.vocab_size - 1:
         values["mask_token_id"] = None
+    if "layer_ids" not in known:
+        return spec.parse_options(values, where=where)
     values["layer_ids"] = None
     if _find_default_taps(spec, values, parts.num_layers, where) != shape.taps:
         values["layer_ids"] = [tap.hf_index for tap in shape.taps]

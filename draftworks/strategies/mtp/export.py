@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
-from draftworks.export.layer_keys import build_dtype_keys
+from draftworks.export.layer_keys import build_dtype_keys, require
 from draftworks.export.names import PROVENANCE
 from draftworks.export.speculators_keys import (
     build_speculators_keys,
@@ -43,21 +44,21 @@ _SPECULATORS = HeadNames(
 
 
 class MtpFormat(ExportFormat):
-    """Base of the formats of MTP layers. A folder is not imported: a target's own layer is what training begins with."""
+    """Base of the formats of MTP layers."""
 
     strategy = "mtp"
+
+
+class TargetMtp(MtpFormat):
+    """The target's own names. Such a folder is not imported: its config.json is that of any target."""
+
+    name = "target_mtp"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return False
 
     def to_canonical_name(self, name: str) -> str:
         return name
-
-
-class TargetMtp(MtpFormat):
-    """The target's own names."""
-
-    name = "target_mtp"
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         return "SGLang 0.5.23 (by its sources), as the draft of this target; or any server, put in place of the target's layer."
@@ -127,8 +128,14 @@ class SpeculatorsMtp(MtpFormat):
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return is_speculators(config) and config["speculators_model_type"] == "mtp"
 
+    def to_canonical_name(self, name: str) -> str:
+        return _SPECULATORS.to_ours(name)
+
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
-        return _describe(_parse(config[_LAYERS]), {"num_steps": read_proposed_tokens(config, "config.json")})
+        layers = _parse(require(config, _LAYERS, "config.json"))
+        if _list_sizes(layers) != _list_sizes(TargetHead.find(target).config):
+            raise ConfigError(f"config.json: {_LAYERS}: a layer of other sizes than that of target {target.name}")
+        return _describe(layers, {"num_steps": read_proposed_tokens(config, "config.json")})
 
     def list_expected_tensors(self, shape: DraftShape) -> Shapes:
         return {_SPECULATORS.to_theirs(name): tuple(tensor.shape) for name, tensor in _list_tensors(shape).items()}
@@ -168,6 +175,10 @@ def _parse(config: Mapping[str, Any]) -> Any:
 def _list_tensors(shape: DraftShape) -> dict[str, Tensor]:
     """Return tensors on device meta by the draft's names."""
     return build_modules(_parse(shape.options["config"])).list_tensors()
+
+
+def _list_sizes(config: Any) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in build_modules(config).list_tensors().items()}
 
 
 def _are_one_by_one(head: TargetHead) -> bool:

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
+from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import choose_formats, export_draft
+from draftworks.export.importing import import_draft
 
 MakeTarget = Callable[[str], TargetFiles]
 
@@ -53,3 +55,15 @@ def test_a_target_without_such_a_layer_is_refused(
         mtp(TargetParts.load(family_target("qwen3_next")))
     with pytest.raises(ConfigError, match="expected a target with files"):
         mtp(replace(TargetParts.load(mtp_target("qwen3_next")), source=None))
+
+
+def test_what_speculators_tuned_becomes_a_draft_here(mtp_target: MakeTarget, tmp_path: Path):
+    target = mtp_target("qwen3_next")
+    draft = save_tuned(target, tmp_path / "draft", 0.01)
+    export_draft(draft, "speculators_mtp", tmp_path / "peer", "float32")
+    imported = import_draft(tmp_path / "peer", target, tmp_path / "imported")
+    assert imported.options == draft.options.model_dump(mode="json")
+    found = CanonicalDraft.load(tmp_path / "imported", target).weights
+    assert all(torch.equal(found[name], weight) for name, weight in draft.weights.items())
+    with pytest.raises(ConfigError, match="a layer of other sizes than that of target qwen3_5_text"):
+        import_draft(tmp_path / "peer", mtp_target("qwen3_5_text"), tmp_path / "other")
