@@ -47,9 +47,10 @@ class SliceHistory:
         """Return a report by its name; None if it was removed."""
         return next((one for one in self._list_reports() if one.path.name == name), None)
 
-    def find_newest(self, draft: str) -> Artifact | None:
-        """Return the newest report of a draft, by the draft's digest."""
-        return next((one for one in self._list_reports() if ReportIdentity.of(one).draft_identity == draft), None)
+    def find_newest(self, draft: str | None = None) -> Artifact | None:
+        """Return the newest report of a draft, by the draft's digest, or of any draft."""
+        found = self._list_reports()
+        return next((one for one in found if draft in (None, ReportIdentity.of(one).draft_identity)), None)
 
     def find_draft_in_service(self) -> str:
         """Return the digest of the draft in service. Raises StoreError if there is none."""
@@ -151,7 +152,7 @@ def summarize_weighted(found: WeightedSlices) -> str:
     unknown = sum(one.verdict == "too few prompts" for one in found.changes)
     said = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
     said += f"{', ' if said and unknown else ''}{unknown} with too few prompts" if unknown else ""
-    said = f"Of {len(found.changes)} slices that this draft's data was weighted towards: {said or 'none'}."
+    said = f"Of {len(found.changes)} slice{'s' * (len(found.changes) != 1)} that this draft's data was weighted towards: {said or 'none'}."
     if found.had_effect:
         return said
     return f"{said} The weights had no part in it: all conversations were taken, see data.max_conversations."

@@ -11,6 +11,7 @@ from draftworks.data.slice_weights import DEFAULT_MAX_WEIGHT, SlicePlan, save_pl
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.programs.start import CHECKOUT, report_error
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ def slices(
                     SlicePlan(target, strategy, name, report.path.name, reference.path.name, 1.0, ()),
                     max_weight,
                 )
-        _show_weighted(history, report)
+        newest = report if draft is not None else history.find_newest()
+        assert newest is not None, "one report at least was shown"
+        _show_weighted(history, newest, chosen)
     except DraftworksError as error:
         raise report_error(error) from None
 
@@ -87,6 +90,9 @@ def _show(
         typer.echo("nothing was measured since the promotion: draftworks run evaluate")
         return ()
     new, old = (history.read_measured(one, eval_set) for one in (report, reference))
+    if (new.draft, new.prompts, new.contents) == (old.draft, old.prompts, old.contents):
+        typer.echo("the same draft on the same prompts: no slice can have changed")
+        return ()
     changes = compare_slices(new, old, least_prompts=least)
     if not changes:
         typer.echo("its data has no column with two values or more among language, prompt_length, thinking and source")
@@ -113,7 +119,8 @@ def _save(path: Path, changes: tuple[SliceChange, ...], about: SlicePlan, max_we
     typer.echo(f"written: {path}{'' if plan.weights else ', without a weight: no slice fell'}")
 
 
-def _show_weighted(history: SliceHistory, report: Artifact) -> None:
+def _show_weighted(history: SliceHistory, report: Artifact, chosen: str) -> None:
+    """Show whether weights have helped the draft of a report, which may be newer than the chosen one."""
     from draftworks.evaluation.report.markdown_tables import render_table
     from draftworks.fleet.slice_history import summarize_weighted
 
@@ -123,5 +130,7 @@ def _show_weighted(history: SliceHistory, report: Artifact) -> None:
         typer.echo(f"whether the weights have helped is not known: {error}")
         return
     if found is not None:
-        typer.echo(f"\n{summarize_weighted(found)} Before: report {found.plan.report}, on {found.plan.eval_set}")
+        draft = str(ReportIdentity.of(report).draft_identity)
+        typer.echo(f"\ndraft {draft}{'' if draft == chosen else ', not in service'}. {summarize_weighted(found)}")
+        typer.echo(f"{found.plan.eval_set}: report {report.path.name} against {found.plan.report}, that of the weights")
         typer.echo(render_table([one.to_row() for one in found.changes]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftworks.data.slice_weights import WEIGHTS_FILE, read_plan
 from draftworks.features.manifest import MANIFEST
 from draftworks.retention.feature_use import UnusedFeatures, find_unused_features
 from draftworks.retention.pins import list_pins
@@ -27,7 +28,7 @@ from draftworks.retention.stored_results import (
     read_results,
 )
 from draftworks.storage.artifacts import UNPUBLISHED
-from draftworks.storage.asset_names import TRAINING_FEATURES
+from draftworks.storage.asset_names import CONVERSATIONS, TRAINING_FEATURES, of_strategy
 from draftworks.storage.regular_files import read_json
 
 if TYPE_CHECKING:
@@ -148,9 +149,22 @@ class _Results:
 def _find_roots(place: Place, results: Iterable[StoredResult]) -> dict[Path, str]:
     here = [each for each in results if each.target in place.targets]
     roots = find_best([each for each in here if each.asset.endswith("_report")], read_score)
+    roots.update(_list_weighted_reports(place.var, here))
     roots.update((each.path, "current") for each in here if each.is_current)
     roots.update((place.var / pin.result, "pinned") for pin in list_pins(place.var))
     return roots
+
+
+def _list_weighted_reports(var: Path, results: Iterable[StoredResult]) -> Iterator[tuple[Path, str]]:
+    """Yield the reports that the weights of current conversations were made from: later ones are compared with them.
+
+    Raises:
+        ConfigError: weights cannot be read. What is compared is not known then.
+    """
+    for each in results:
+        if each.asset == CONVERSATIONS and each.is_current and (each.path / WEIGHTS_FILE).is_file():
+            plan = read_plan(each.path / WEIGHTS_FILE)
+            yield var / of_strategy(plan.strategy).report / plan.target / plan.report, "weights"
 
 
 def _look_at_results(place: Place, results: _Results) -> Iterator[_Found]:

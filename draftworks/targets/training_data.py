@@ -35,9 +35,10 @@ def load_slice_plan(target: TargetSpec, registry: Registry) -> SlicePlan | None:
     path = registry.resolve_path(target.mix.weights)
     if not path.exists():
         strategy = next(iter(target.strategies), "STRATEGY")
+        eval_set = f" --eval-set {target.evals[0]}" if target.evals else ""
         raise ConfigError(
             f"target {target.name}: mix.weights: expected the file {path}, which is not there. Write it with: draftworks "
-            f"slices {target.name} {strategy} --save {path}; or take mix.weights out of the entry until then"
+            f"slices {target.name} {strategy}{eval_set} --save {path}; or take mix.weights out of the entry until then"
         )
     return read_plan(path)
 

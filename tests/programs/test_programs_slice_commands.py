@@ -34,6 +34,8 @@ def test_a_fall_is_named_weighed_and_its_cure_reported(site: ServiceSite, tmp_pa
     publish_sliced_report(site, first, {"en": 2.0, "de": 2.0})
     promote(site, first)
     assert "nothing was measured since the promotion" in call(site).stdout
+    publish_sliced_report(site, first, {"en": 2.0, "de": 2.001})  # another report, and the same tokens were accepted
+    assert "the same draft on the same prompts: no slice can have changed" in call(site).stdout
     fallen = publish_sliced_report(site, first, {"en": 2.0, "de": 1.5}, first=100)
     shown = call(site)
     assert shown.exit_code == 0, shown.stderr
@@ -50,9 +52,11 @@ def test_a_fall_is_named_weighed_and_its_cure_reported(site: ServiceSite, tmp_pa
 
     second = publish_weighted_draft(site, "b", plan)
     publish_sliced_report(site, second, {"en": 2.0, "de": 1.9}, first=100)
+    helped = "Of 1 slice that this draft's data was weighted towards: 1 helped."
+    assert f"draft {second.path.name}, not in service. {helped}" in call(site).stdout
     promote(site, second)
     said = call(site).stdout
-    assert "Of 1 slices that this draft's data was weighted towards: 1 helped." in said
+    assert f"draft {second.path.name}. {helped}" in said
     assert "+0.40" in said
     assert "paired" in said
 

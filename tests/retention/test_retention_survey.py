@@ -10,6 +10,7 @@ import pytest
 from retention_toys import WEIGHTS, keys_of, make_features, make_place, make_result
 from service_toys import record, served
 
+from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, save_plan
 from draftworks.errors import ConfigError, StoreError
 from draftworks.retention.pins import FOLDER, list_pins, pin_result, unpin_result
 from draftworks.retention.place import Place
@@ -67,6 +68,17 @@ def test_a_draft_in_service_stays_with_the_last_two_and_every_report(tmp_path: P
     (register.folder / "in_service.json").write_text("{")
     with pytest.raises(StoreError):
         survey(make_place(tmp_path))
+
+
+def test_the_report_that_weights_were_made_from_stays_while_their_data_is_current(tmp_path: Path):
+    fallen = make_result(tmp_path, "eagle3_report", draft_identity="a", step=1)
+    other = make_result(tmp_path, "eagle3_report", draft_identity="a", step=2)
+    make_result(tmp_path, "eagle3_report", draft_identity="b")
+    data = make_result(tmp_path, "conversations", step=1)
+    save_plan(data.path / WEIGHTS_FILE, SlicePlan("a", "eagle3", "heldout", fallen.path.name, "promoted", 3.0, ()))
+    assert list_names(make_place(tmp_path)) == {name(other)}
+    make_result(tmp_path, "conversations", step=2)
+    assert list_names(make_place(tmp_path)) == {name(other), name(fallen), name(data)}
 
 
 def test_results_of_a_target_that_the_registry_lacks_may_go(tmp_path: Path):

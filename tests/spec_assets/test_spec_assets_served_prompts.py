@@ -72,7 +72,7 @@ def test_the_report_of_a_draft_says_whether_the_weights_of_its_data_have_helped(
     plan = SlicePlan("small", "eagle3", "heldout", before.path.name, "promoted", 3.0, (weight,))
     after = publish_sliced_report(site, publish_weighted_draft(site, "b", plan), {"en": 2.0, "de": 1.9})
     found = describe_weighted_slices(workspace, strategy, after)["weighted_slices"].value
-    assert "Of 1 slices that this draft's data was weighted towards: 1 helped." in found
+    assert "Of 1 slice that this draft's data was weighted towards: 1 helped." in found
     assert "+0.40" in found
     gone = SlicePlan("small", "eagle3", "heldout", "removed", "promoted", 3.0, (weight,))
     other = publish_sliced_report(site, publish_weighted_draft(site, "c", gone), {"en": 2.0, "de": 1.8})

@@ -22,7 +22,7 @@ LEAST_PROMPTS = 20
 RESAMPLES_PER_SLICE = 40
 """2 / (resamples + 1), the smallest p-value of a bootstrap, has to be below 0.05 / slices for Holm's first step."""
 
-Compared = Literal["paired", "unpaired"]
+Compared = Literal["paired", "unpaired", "with all"]
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class SliceChange:
     """Accepted tokens per pass of one slice, before and now.
 
     Attributes:
-        compared: how; None with too few prompts, or in one report only.
+        compared: how; None with too few prompts.
         prompts: that were compared; of the new report where they are not the same prompts.
+        before, after: of the slice; `before` of all prompts where the slice is compared `with all`.
         p_value: two-sided, after Holm's correction over all slices that were compared.
         verdict: fell, rose, no clear change, or too few prompts.
     """
@@ -107,10 +108,12 @@ def compare_slices(
 
     A slice is compared on the prompts that have the same tokens in both reports, if there are `least_prompts` of them and
     the drafts differ. Otherwise all prompts of each report stand for the traffic of their time: that is the case of one
-    draft, whose acceptance on the same prompts is the same, and of traffic with new prompts.
+    draft, whose acceptance on the same prompts is the same, and of traffic with new prompts. A slice without a prompt in
+    the old report is compared `with all` of that report's: with what users had then.
 
     Args:
-        only: slices to look at, as column and value; all by default. Holm's correction is over these.
+        only: slices to look at, as column and value; all by default. Holm's correction is over these, and none of them is
+            compared `with all`.
 
     Raises:
         DataError: different numbers of tokens were proposed per pass.
@@ -121,7 +124,7 @@ def compare_slices(
             "do not compare. Set evaluation.draft_tokens"
         )
     slices = list(only) if only is not None else _list_slices(new, old, columns)
-    pairs = {each: _pair(new, old, each, least_prompts) for each in slices}
+    pairs = {each: _pair(new, old, each, least_prompts, with_all=only is None) for each in slices}
     known = {each: pair for each, pair in pairs.items() if pair is not None}
     needed = RESAMPLES_PER_SLICE * max(len(known), 1)
     resampling = replace(new.resampling, resamples=max(new.resampling.resamples, needed))
@@ -200,13 +203,18 @@ def _list_slices(new: MeasuredPrompts, old: MeasuredPrompts, columns: Sequence[s
     return [(column, value) for column in columns if len(found[column]) > 1 for value in sorted(found[column])]
 
 
-def _pair(new: MeasuredPrompts, old: MeasuredPrompts, which: tuple[str, str], least: int) -> _Pair | None:
+def _pair(
+    new: MeasuredPrompts, old: MeasuredPrompts, which: tuple[str, str], least: int, with_all: bool
+) -> _Pair | None:
     of_new, of_old = new.select(*which), old.select(*which)
     shared = sorted(name for name in of_new & of_old if new.contents[name] == old.contents[name])
     if len(shared) >= least and new.draft != old.draft:
         return _Pair("paired", [old.prompts[name] for name in shared], [new.prompts[name] for name in shared])
+    compared: Compared = "unpaired"
+    if with_all and not of_old:
+        compared, of_old = "with all", set(old.prompts)
     if min(len(of_new), len(of_old)) < max(least, 1):
         return None
     return _Pair(
-        "unpaired", [old.prompts[name] for name in sorted(of_old)], [new.prompts[name] for name in sorted(of_new)]
+        compared, [old.prompts[name] for name in sorted(of_old)], [new.prompts[name] for name in sorted(of_new)]
     )

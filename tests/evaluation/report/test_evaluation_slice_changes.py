@@ -84,6 +84,25 @@ def test_slices_with_few_prompts_or_in_one_report_only_are_listed_and_not_judged
         compare_slices(new, measure({"en": 2.0}, "a", 1, draft_tokens=3))
 
 
+def test_a_slice_that_was_not_there_is_compared_with_all_that_was():
+    old = measure({"en": 2.0, "de": 1.6}, "a", 1)
+    new = measure({"en": 2.0, "fr": 1.2, "it": 1.8, "ja": 2.6}, "a", 2, first=100)
+    changes = compare_slices(new, old, ["language"])
+    found = {one.value: (one.compared, one.verdict) for one in changes}
+    assert found == {
+        "de": (None, "too few prompts"),
+        "en": ("unpaired", "no clear change"),
+        "fr": ("with all", "fell"),
+        "it": ("with all", "no clear change"),
+        "ja": ("with all", "rose"),
+    }
+    [fallen] = plan_weights(changes, ABOUT).weights
+    assert (fallen.value, fallen.weight) == ("fr", 3.0)
+    assert (fallen.before, fallen.after) == (pytest.approx(1.8, abs=0.1), pytest.approx(1.2, abs=0.1))
+    [asked] = compare_slices(new, old, only=[("language", "fr")])
+    assert asked.compared is None
+
+
 def test_without_a_change_slices_are_named_in_few_comparisons():
     means = dict.fromkeys(["de", "en", "es", "fr", "it", "ja"], 2.0)
     named = 0
