@@ -6,7 +6,14 @@ from itertools import combinations
 
 import pytest
 import torch
-from random_exports import DRAFT_VOCAB, speculators_dflash, speculators_dspark, speculators_eagle3, speculators_peagle
+from random_exports import (
+    DRAFT_VOCAB,
+    speculators_dflash,
+    speculators_dspark,
+    speculators_eagle3,
+    speculators_peagle,
+    speculators_xpress,
+)
 from speculators_judge import Case
 
 from draftworks.export.same_logits import open_export
@@ -58,8 +65,24 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 REDUCED = {"dflash_reduced": {"draft_vocab": DRAFT_VOCAB}}
+XPRESS = {
+    "xpress": {},
+    "xpress_one_pass": {"num_jacobi_passes": 1},
+    "xpress_reduced": {"draft_vocab": DRAFT_VOCAB},
+}
 REDUCED_DSPARK = {"dspark_reduced": {"draft_vocab": DRAFT_VOCAB, "enable_confidence_head": False}}
-CASES = (*EAGLE3, *WINDOWED, *PEAGLE, ONE_PASS, *DFLASH, *REDUCED, *DSPARK, *REDUCED_DSPARK, "eagle3_llama3_rope")
+CASES = (
+    *EAGLE3,
+    *WINDOWED,
+    *PEAGLE,
+    ONE_PASS,
+    *DFLASH,
+    *REDUCED,
+    *DSPARK,
+    *REDUCED_DSPARK,
+    *XPRESS,
+    "eagle3_llama3_rope",
+)
 BACK_ENDS = ("eager", "sdpa")
 
 
@@ -74,6 +97,7 @@ def folders(tmp_path_factory, tiny_folder, tiny_tensors):
     exports |= {name: speculators_dflash(tiny_folder, **settings) for name, settings in (DFLASH | REDUCED).items()}
     for name, settings in (DSPARK | REDUCED_DSPARK).items():
         exports[name] = speculators_dspark(tiny_folder, **settings)
+    exports |= {name: speculators_xpress(tiny_folder, **settings) for name, settings in XPRESS.items()}
     scaled = exports["eagle3"].with_config(transformer_layer_config__rope_parameters=LLAMA3_ROPE)
     exports["eagle3_llama3_rope"] = scaled
     return {name: export.write(root / name) for name, export in exports.items()}
@@ -103,7 +127,14 @@ def test_logits_are_those_of_the_reader(case, end, findings, folders, tiny_tenso
 
 
 @pytest.mark.parametrize(
-    "names", [(*EAGLE3, *WINDOWED, "eagle3_llama3_rope"), tuple(PEAGLE), tuple(DFLASH), tuple(DSPARK)]
+    "names",
+    [
+        (*EAGLE3, *WINDOWED, "eagle3_llama3_rope"),
+        tuple(PEAGLE),
+        tuple(DFLASH),
+        tuple(DSPARK),
+        ("xpress", "xpress_one_pass"),
+    ],
 )
 def test_every_option_changes_the_logits(names, findings):
     """Otherwise equal logits would not show that the options were read."""

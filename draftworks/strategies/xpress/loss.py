@@ -43,7 +43,7 @@ class XPressObjective:
     Attributes:
         weigh: w, from the cross-entropies; a constant for the gradient.
         rounds: number of passes on the draft's own tokens.
-        chunk_blocks: blocks whose distributions are held at a time.
+        chunk_blocks: blocks whose distributions are held at a time, each pass of a block counted.
     """
 
     weigh: LabelWeighting
@@ -152,4 +152,6 @@ def xpress_losses(
             tau=likely.cumprod(1).sum(),
         )
 
-    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), inputs, [projection])
+    # A label has logits in every pass, all of them at once.
+    chunk_blocks = max(1, objective.chunk_blocks // (2 + objective.rounds))
+    return chunked_loss(formula, split_into_chunks(labels, label_mask, chunk_blocks), inputs, [projection])
