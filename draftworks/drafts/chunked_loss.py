@@ -60,7 +60,9 @@ def chunked_loss(
         loss = found[0]
         assert loss is not None, "the first of a formula's sums is its loss"
         if trained:
-            for slot, gradient in zip(leaves, torch.autograd.grad(loss, list(leaves.values()))):
+            # In a chunk without labels, kernels for empty tensors may leave out what they would read.
+            taken = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+            for slot, gradient in zip(leaves, taken):
                 if slot >= len(inputs):
                     gradients[slot] += gradient
                 elif isinstance(chunk.index, slice):

@@ -34,6 +34,7 @@ OBJECTIVES = [
     Case("dspark", {"markov_head_type": "gated", "weighting": "dpace"}),
     Case("dspark", {"markov_head_type": "rnn", "gamma": 2.0}),
     Case("xpress"),
+    Case("lilicorr", {"margin_weight": 0.3}),
     Case("peagle"),
     Case("peagle", {"train_embeddings": False}),
 ]

@@ -76,6 +76,7 @@ def test_every_registered_format_is_tried_here():
         ("speculators_dflash", {"sliding_window": 3}, "sliding_window.*exported as zlab_dflash"),
         ("zlab_dspark", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*exported as speculators_dspark"),
         ("zlab_dspark", {"markov_rank": 0, "confidence_head": False}, "markov_rank 0: SGLang.*as speculators_dspark"),
+        ("sglang_lilicorr", {"candidate_topk": 5}, "candidate_topk 5: SGLang takes a power of two.*No format"),
         ("speculators_dspark", {"sliding_window": 3}, "sliding_window.*exported as zlab_dspark"),
     ],
 )
@@ -120,6 +121,7 @@ def test_an_unknown_format_is_an_error_with_the_closest_names(toys: Toys):
         ("zlab_domino", [1, 3, 5]),
         ("zlab_dspark", [1, 3, 5]),
         ("speculators_dspark", [2, 4, 6]),
+        ("sglang_lilicorr", [1, 3, 5]),
     ],
 )
 def test_layer_ids_count_as_the_format_does(toys: Toys, name: str, ids: list[int]):

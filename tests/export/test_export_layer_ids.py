@@ -25,6 +25,7 @@ TABLE = [
     ("zlab_dspark", DFLASH, [1, 9, 17, 25, 33]),  # as in the published recipes for Qwen3-4B
     ("speculators_dspark", DFLASH, [2, 10, 18, 26, 34]),
     ("speculators_xpress", DFLASH, [2, 10, 18, 26, 34]),
+    ("sglang_lilicorr", DFLASH, [1, 9, 17, 25, 33]),
 ]
 
 

@@ -16,6 +16,7 @@ from random_exports import (
     RandomExport,
     draft_vocabulary,
     sglang_eagle3,
+    sglang_lilicorr,
     speculators_dflash,
     speculators_dspark,
     speculators_eagle3,
@@ -42,6 +43,7 @@ def exports(tiny_folder, tiny_tensors) -> dict[str, RandomExport]:
         "speculators_dflash": speculators_dflash(tiny_folder, draft_vocab=DRAFT_VOCAB),
         "zlab_domino": zlab_domino(),
         "zlab_dspark": zlab_dspark(markov_head_type="rnn"),
+        "sglang_lilicorr": sglang_lilicorr(),
         "speculators_dspark": speculators_dspark(tiny_folder, draft_vocab=DRAFT_VOCAB, markov_head_type="gated"),
         "speculators_xpress": speculators_xpress(tiny_folder, draft_vocab=DRAFT_VOCAB),
     }
@@ -93,7 +95,8 @@ def test_a_stream_that_the_target_does_not_have_is_named(exports, ask, question)
 
 
 @pytest.mark.parametrize(
-    "export_format", ["sglang_eagle3", "speculators_eagle3", "zlab_domino", "zlab_dspark", "speculators_dspark"]
+    "export_format",
+    ["sglang_eagle3", "speculators_eagle3", "zlab_domino", "zlab_dspark", "speculators_dspark"],
 )
 def test_a_step_of_a_chain_depends_on_the_tokens_before_it_alone(export_format, exports, ask, question):
     said, drawn = ask(export_format, exports[export_format]), question.drawn.clone()

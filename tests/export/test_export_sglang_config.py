@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "zlab_dflash": "DFlashDraftModel",
     "zlab_domino": "DFlashDraftModel",
     "zlab_dspark": "DSparkDraftModel",
+    "sglang_lilicorr": "LiLiCorrDraftModel",
 }
 LAYERS = {"sglang_eagle3": 1}
 """Of blocks two; see `export_toys`."""

@@ -12,6 +12,7 @@ from export_toys import HIDDEN, VOCAB, Toys
 from safetensors.torch import save_file
 
 from draftworks.export.exporting import export_draft
+from draftworks.strategies.dflash.model import BlockStates
 
 ROOT = Path(__file__).resolve().parents[2]
 JUDGE = Path(__file__).with_name("sglang_domino_judge.py")
@@ -29,7 +30,8 @@ def exported(toys: Toys, shift_label: bool) -> list[list[int]]:
         rows = strategy.model.backbone.norm(states)
     target = {"embedding": draft.parts.embedding.float(), "head": draft.parts.head.float()}
     save_file({"rows": rows, "anchors": anchors, **target}, toys.folder / f"{name}.safetensors")
-    return strategy.model.decode(states, anchors, strategy.draft_tokens, lambda logits: logits.argmax(-1)).tolist()
+    blocks = BlockStates(states, anchors, states[:, 0])
+    return strategy.model.decode(blocks, strategy.draft_tokens, lambda logits: logits.argmax(-1)).tolist()
 
 
 @pytest.mark.sglang

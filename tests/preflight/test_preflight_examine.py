@@ -192,7 +192,9 @@ def test_no_weights_are_read_and_nothing_is_allocated(fleet, monkeypatch):
 
     monkeypatch.setattr(torch.nn.Module, "__init__", watched)
     fleet.write(
-        strategies={k: v for n in ("eagle3", "dflash", "domino", "dspark", "peagle") for k, v in strategy(n).items()}
+        strategies={
+            k: v for n in ("eagle3", "dflash", "domino", "dspark", "lilicorr", "peagle") for k, v in strategy(n).items()
+        }
     )
     assert fleet.check().errors == []
     devices = {parameter.device.type for module in made for parameter in module.parameters()}

@@ -32,7 +32,7 @@ from draftworks.programs.regenerate import regenerate
 from draftworks.programs.train import train
 from draftworks.targets.registry import Registry
 
-STRATEGIES = ("eagle3", "dflash", "peagle", "domino", "dspark")
+STRATEGIES = ("eagle3", "dflash", "peagle", "domino", "dspark", "lilicorr")
 TAPS = [1, 3, 4]
 BLOCKS = {"block_size": 4, "num_layers": 1, "num_anchors": 16, "layer_ids": TAPS, "mask_token_id": 3}
 OPTIONS = {
@@ -41,6 +41,7 @@ OPTIONS = {
     "dflash": BLOCKS,
     "domino": {**BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
     "dspark": {**BLOCKS, "markov_rank": 6},
+    "lilicorr": {**BLOCKS, "candidate_topk": 4, "lattice_size": 8, "lattice_heads": 2},
 }
 TRAINING = TrainingSpec(
     global_batch_size=4, micro_batch_size=2, epochs=2, lr=5e-3, compute_dtype="float32", device="cpu", eval_every=4

@@ -40,6 +40,7 @@ OPTIONS_OF = {
     "domino": BLOCKS,
     "dspark": BLOCKS,
     "xpress": BLOCKS | {"refiner_rank": 6},
+    "lilicorr": BLOCKS,
 }
 
 

@@ -59,6 +59,7 @@ OPTIONS: Mapping[str, list[dict[str, Any]]] = {
         {"markov_head_type": "rnn"},
     ],
     "xpress": [{}, {"weighting": "dpace"}, {"base_weight": 0.0}, {"consistency_passes": 1}],
+    "lilicorr": [{}, {"ce_weight": 0.125, "margin_weight": 0.125}, {"penalty_weight": 0.0, "weighting": "dpace"}],
 }
 CASES = [
     Case(strategy, {**options, "loss": loss})

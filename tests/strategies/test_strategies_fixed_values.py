@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_reference import dflash_sums, domino_sums, dspark_sums, xpress_sums
+from block_reference import dflash_sums, domino_sums, dspark_sums, lilicorr_sums, xpress_sums
 from dflash_toys import anchors_drawn, side_by_side
 from eagle3_reference import reference
 from fixed_values import CASES, HALFWAY, NAMES, projections, samples
@@ -86,6 +86,7 @@ def _blocks(strategy: DraftStrategy) -> tuple[torch.Tensor, dict[str, list[float
         ),
         "dspark": dspark_sums,
         "xpress": xpress_sums,
+        "lilicorr": lilicorr_sums,
     }[strategy.name]
     sums = [of(strategy, one, side_by_side(one), at) for one, at in zip(drawn, anchors, strict=True)]
     by_place = {name: sum(one.by_place[name] for one in sums).tolist() for name in sums[0].by_place}

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from reference_readers import dflash_reader, domino_reader, dspark_reader, xpress_reader
+from reference_readers import dflash_reader, domino_reader, dspark_reader, lilicorr_reader, xpress_reader
 from torch import Tensor
 
 from draftworks.drafts.strategy import DraftStrategy
@@ -157,6 +157,42 @@ def xpress_sums(strategy: DraftStrategy, sample: dict[str, Tensor], features: Te
         total.sums["accept_len"] += _accepted_labels(refined, block)
         total.sums["base_accept_len"] += _accepted_labels(base, block)
         total.sums["blocks"] += int(block.label_mask.any())
+    return total
+
+
+def lilicorr_sums(strategy: DraftStrategy, sample: dict[str, Tensor], features: Tensor, anchors: list[int]) -> Sums:
+    total, reader, options = _no_sums(features), lilicorr_reader(strategy), strategy.options
+    places = options.block_size - 1
+    for anchor, block in zip(anchors, _blocks(strategy, sample, features, anchors, places)):
+        asked = (block.features, block.next_tokens, block.labels)
+        logits, base = reader.logits(*asked), reader.backbone.logits(*asked)
+        ce = block.cross_entropies(base)
+        total.loss = total.loss + (ce * weigh(strategy, ce.detach(), block.label_mask)).sum()
+        total.sums["blocks"] += int(block.label_mask.any())
+        reachable, chosen, at_top = True, True, True
+        for place in block.label_mask.nonzero().flatten().tolist():
+            label, scores = block.labels[place], logits[place]
+            candidates = scores.isfinite().nonzero().flatten()
+            total.add_at("in_lattice_sums", place, label in candidates, places)
+            at_top = at_top and bool(base[place].argmax() == label)
+            total.sums["base_accept_len"] += at_top
+            reachable = reachable and bool(label in candidates)
+            if not reachable:
+                continue
+            total.sums["lattice_len"] += 1
+            total.add_at("acc_corrects", place, bool(scores.argmax() == label), places)
+            chosen = chosen and bool(scores.argmax() == label)
+            total.sums["accept_len"] += chosen
+            if not block.label_mask.all():
+                continue
+            others = candidates[candidates != label]
+            shares = scores[candidates].softmax(-1)
+            teacher = reader.backbone.head @ sample["last"][anchor + place]
+            gaps = (teacher[label] - teacher[candidates]).clamp_min(0)
+            short = (options.margin - (scores[label] - scores[others].max())).clamp_min(0)
+            own = shares[candidates == label].log().sum()
+            total.loss = total.loss - options.ce_weight * own + options.margin_weight * short
+            total.loss = total.loss + options.penalty_weight * (shares * gaps.detach()).sum()
     return total
 
 

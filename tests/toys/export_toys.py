@@ -34,7 +34,16 @@ DOMINO = {**DFLASH, "emb_dim": 6, "gru_hidden_dim": 5}
 DSPARK = {**DFLASH, "markov_rank": 6}
 XPRESS = {**DFLASH, "refiner_rank": 6}
 PEAGLE = {"num_depths": 3, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB}
-OPTIONS = {"eagle3": EAGLE3, "peagle": PEAGLE, "dflash": DFLASH, "domino": DOMINO, "dspark": DSPARK, "xpress": XPRESS}
+LILICORR = {**DFLASH, "candidate_topk": 4, "lattice_heads": 2}
+OPTIONS = {
+    "eagle3": EAGLE3,
+    "peagle": PEAGLE,
+    "dflash": DFLASH,
+    "domino": DOMINO,
+    "dspark": DSPARK,
+    "lilicorr": LILICORR,
+    "xpress": XPRESS,
+}
 FORMATS = {
     "sglang_eagle3": "eagle3",
     "speculators_eagle3": "eagle3",
@@ -45,6 +54,7 @@ FORMATS = {
     "zlab_dspark": "dspark",
     "speculators_dspark": "dspark",
     "speculators_xpress": "xpress",
+    "sglang_lilicorr": "lilicorr",
 }
 
 
@@ -188,6 +198,8 @@ CASES = (
     *(Case(name, options) for name in ("zlab_dspark", "speculators_dspark") for options in _DSPARK_OPTIONS),
     Case("speculators_xpress", {}),
     Case("speculators_xpress", {"mlp_ratio": 3, "jacobi_passes": 2, **_SIZES, "mask_token_id": 5}),
+    Case("sglang_lilicorr", {"lattice_size": 6, "factor_dim": 5, "lattice_layers": 1, "candidate_topk": 8}),
+    Case("sglang_lilicorr", {"sliding_window": 3, "block_size": 7, "margin_weight": 0.125, "logit_scale": 3.0}),
     *(Case(name, {}, tied=True, rope=LLAMA3_ROPE) for name in FORMATS),
     *(Case(name, _OWN_LAYER) for name in FORMATS),
     Case("speculators_eagle3", {"feedback": "post_norm"}),

@@ -19,6 +19,8 @@ from draftworks.strategies.dspark.options import DSparkOptions
 from draftworks.strategies.dspark.strategy import DSparkStrategy
 from draftworks.strategies.eagle3.options import Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
+from draftworks.strategies.lilicorr.options import LiLiCorrOptions
+from draftworks.strategies.lilicorr.strategy import LiLiCorrStrategy
 from draftworks.strategies.peagle.options import PEagleOptions
 from draftworks.strategies.peagle.strategy import PEagleStrategy
 from draftworks.strategies.xpress.options import XPressOptions
@@ -31,6 +33,7 @@ BLOCK = {"block_size": 4, "num_layers": 2, "layer_ids": [1, 3, 6], "num_anchors"
 CHAIN = {"num_depths": 4, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB, "layer_ids": [1, 3, 6]}
 UNROLL = {"ttt_length": 4, "draft_vocab_size": DRAFT_VOCAB}
 GRU = {"emb_dim": 6, "gru_hidden_dim": 5}
+LATTICE = {"candidate_topk": 32, "lattice_size": 8, "lattice_heads": 2, "factor_dim": 6, "margin_weight": 0.3}
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ CASES = {
     "domino": Case(DominoStrategy, DominoOptions(**BLOCK, **GRU)),
     "dspark": Case(DSparkStrategy, DSparkOptions(**BLOCK, markov_rank=5)),
     "dspark rnn": Case(DSparkStrategy, DSparkOptions(**BLOCK, markov_rank=5, markov_head_type="rnn")),
+    "lilicorr": Case(LiLiCorrStrategy, LiLiCorrOptions(**BLOCK, **LATTICE)),
     "peagle": Case(PEagleStrategy, PEagleOptions(**CHAIN)),
     "peagle fc_norm": Case(PEagleStrategy, PEagleOptions(**CHAIN, fc_norm=True, norm_before_residual=True)),
     "xpress": Case(XPressStrategy, XPressOptions(**BLOCK, refiner_rank=5)),

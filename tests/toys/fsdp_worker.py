@@ -25,6 +25,8 @@ from draftworks.strategies.dspark.options import DSparkOptions
 from draftworks.strategies.dspark.strategy import DSparkStrategy
 from draftworks.strategies.eagle3.options import Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
+from draftworks.strategies.lilicorr.options import LiLiCorrOptions
+from draftworks.strategies.lilicorr.strategy import LiLiCorrStrategy
 from draftworks.strategies.peagle.options import PEagleOptions
 from draftworks.strategies.peagle.strategy import PEagleStrategy
 from draftworks.strategies.xpress.options import XPressOptions
@@ -54,6 +56,9 @@ def make(strategy: str, vocab: VocabMapping) -> DraftStrategy:
         for zeros in (made.model.refiner_head.projection, made.model.refiner_head.mix_l):
             nn.init.normal_(zeros, std=SOFT, generator=torch.Generator().manual_seed(4))
         return made
+    if strategy == "lilicorr":
+        lattice = {"candidate_topk": 16, "lattice_size": 8, "lattice_heads": 2}
+        return LiLiCorrStrategy(LiLiCorrOptions(**blocks, **lattice), small_target(), None, seed=3)
     options = DFlashOptions(**blocks)
     return DFlashStrategy(options, small_target(), None, seed=3)
 

@@ -28,6 +28,8 @@ from draftworks.strategies.dspark.options import DSparkOptions
 from draftworks.strategies.dspark.strategy import DSparkStrategy
 from draftworks.strategies.eagle3.options import Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
+from draftworks.strategies.lilicorr.options import LiLiCorrOptions
+from draftworks.strategies.lilicorr.strategy import LiLiCorrStrategy
 from draftworks.strategies.peagle.options import PEagleOptions
 from draftworks.strategies.peagle.strategy import PEagleStrategy
 from draftworks.strategies.xpress.options import XPressOptions
@@ -148,6 +150,12 @@ def xpress(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
     sizes = {"block_size": TTT + 1, "num_layers": 2, "refiner_rank": 24, "jacobi_passes": 2, "num_anchors": ANCHORS}
     return XPressStrategy(XPressOptions(layer_ids=layers, **sizes), parts, None, seed=1)
+
+
+def lilicorr(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+    layers = [tap.hf_index for tap in TAPS]
+    sizes = {"block_size": TTT + 1, "num_layers": 2, "lattice_size": 32, "lattice_heads": 4, "num_anchors": ANCHORS}
+    return LiLiCorrStrategy(LiLiCorrOptions(layer_ids=layers, **sizes), parts, None, seed=1)
 
 
 def _teach(ladder: Ladder, steps: int) -> None:

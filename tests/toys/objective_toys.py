@@ -30,6 +30,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "domino": {**BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
     "dspark": {**BLOCKS, "markov_rank": 6},
     "xpress": {**BLOCKS, "refiner_rank": 6},
+    "lilicorr": {**BLOCKS, "candidate_topk": 4, "lattice_size": 8, "lattice_heads": 2},
     "peagle": {"num_depths": 3, "num_layers": 1},
 }
 

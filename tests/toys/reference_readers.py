@@ -23,6 +23,7 @@ from draftworks.strategies.dflash.reader import DFlashReader, anchored_mask, mov
 from draftworks.strategies.domino.reader import DominoReader
 from draftworks.strategies.dspark.reader import DSparkReader
 from draftworks.strategies.eagle3.reader import Eagle3Norms, Eagle3Reader
+from draftworks.strategies.lilicorr.reader import LatticeSettings, LiLiCorrReader
 from draftworks.strategies.peagle.reader import PEagleReader
 from draftworks.strategies.xpress.reader import XPressReader
 
@@ -81,6 +82,18 @@ def dspark_reader(strategy: DraftStrategy) -> DSparkReader:
 def xpress_reader(strategy: DraftStrategy) -> XPressReader:
     backbone, passes = dflash_reader(strategy), strategy.options.jacobi_passes
     return XPressReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, passes)
+
+
+def lilicorr_reader(strategy: DraftStrategy) -> LiLiCorrReader:
+    backbone, options = dflash_reader(strategy), strategy.options
+    settings = LatticeSettings(
+        candidates=options.candidate_topk,
+        heads=options.lattice_heads,
+        layers=options.lattice_layers,
+        logit_scale=options.logit_scale,
+        vector_eps=options.vector_eps,
+    )
+    return LiLiCorrReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, settings)
 
 
 def propose_greedily(reader: ExportReader, features: Tensor, next_tokens: Tensor, count: int) -> list[int]:

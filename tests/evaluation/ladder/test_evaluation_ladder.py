@@ -18,6 +18,7 @@ from ladder_toys import (
     dspark,
     eagle3,
     greedy_answers,
+    lilicorr,
     peagle,
     xpress,
 )
@@ -38,7 +39,9 @@ def answers(tiny_folder) -> Answers:
     return greedy_answers(tiny_folder, prompts=8, max_new_tokens=40)
 
 
-@pytest.fixture(scope="module", params=[eagle3, dflash, domino, dspark, peagle, xpress], ids=lambda make: make.__name__)
+@pytest.fixture(
+    scope="module", params=[eagle3, dflash, domino, dspark, lilicorr, peagle, xpress], ids=lambda make: make.__name__
+)
 def ladder(request, answers, tiny_target) -> Ladder:
     return build_ladder(answers, tiny_target, steps=80, make=request.param)
 

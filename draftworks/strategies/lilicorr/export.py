@@ -1,0 +1,159 @@
+"""Export format of LiLiCorr: z-lab's layout of DFlash with the reranker, as SGLang reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import DraftShape, Shapes
+from draftworks.export.layer_keys import require
+from draftworks.strategies.dflash.export import ZlabDFlash, drop_head_keys, read_head_settings
+from draftworks.strategies.lilicorr.options import default_lattice_size
+
+CLASS_NAME = "LiLiCorrDraftModel"
+_HEAD, _BACKBONE = "lilicorr.", "backbone."
+_KEYS = {
+    "candidate_topk": "candidate_topk",
+    "lattice_size": "hidden_size",
+    "lattice_layers": "num_layers",
+    "lattice_heads": "num_heads",
+    "lattice_mlp_ratio": "mlp_ratio",
+    "factor_dim": "factor_dim",
+    "logit_scale": "logit_scale",
+    "vector_eps": "vector_eps",
+}
+"""What our options are called behind `lilicorr_`."""
+_CONVOLUTION = ("conv_kernel_size", "conv_group_size")
+_MODELOPT_NAMES = {
+    "feature_mlp.0.": "feature_norm.",
+    "feature_mlp.1.": "feature_mlp.up_proj.",
+    "feature_mlp.3.": "feature_mlp.down_proj.",
+    ".mlp.0.": ".mlp.up_proj.",
+    ".mlp.2.": ".mlp.down_proj.",
+}
+"""Parts of tensor names as Model-Optimizer #2342 trains them, which SGLang 0.5.23 calls otherwise."""
+
+
+class SglangLiLiCorr(ZlabDFlash):
+    """The backbone as in DFlash's formats. Its exported names have no prefix; those of the reranker have ours."""
+
+    name = "sglang_lilicorr"
+    strategy = "lilicorr"
+
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
+        return (
+            "SGLang 0.5.23 with DFlash (`--speculative-algorithm DFLASH`), which knows the reranker by `architectures`. It draws "
+            "proposals from the scores only where SGLANG_ENABLE_LILICORR_SAMPLING is set, else it takes the best."
+        )
+
+    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
+        backbone = super().derive_shape(draft)
+        options = _leave_out_default_widths(
+            {option: getattr(draft.options, option) for option in _KEYS}, backbone.hidden_size
+        )
+        return replace(backbone, options={**backbone.options, **options})
+
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        config, shape = super().build_config(draft, dtype), self.derive_shape(draft)
+        options = {**shape.options, **_resolve_widths(shape.options, shape.hidden_size)}
+        config["dflash_config"] |= {
+            "projector_type": "lilicorr",
+            "lilicorr_enabled": True,
+            **{f"lilicorr_{key}": options[option] for option, key in _KEYS.items()},
+        }
+        return {**config, "architectures": [CLASS_NAME]}
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return CLASS_NAME in (config.get("architectures") or [])
+
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+        where = "config.json: dflash_config"
+        keys = [f"lilicorr_{key}" for key in _KEYS.values()]
+        settings = read_head_settings(config, [*keys, *_CONVOLUTION], where)
+        convolutions = [key for key in _CONVOLUTION if settings.get(key)]
+        if convolutions:
+            raise ConfigError(f"{where}: {', '.join(convolutions)}: LiLiCorr drafts here have no convolutions")
+        dropped = [*keys, "lilicorr_enabled", "projector_type", *_CONVOLUTION]
+        backbone = super().read_shape(drop_head_keys(config, dropped), target)
+        options = {option: require(settings, f"lilicorr_{key}", where) for option, key in _KEYS.items()}
+        # 0 is how a reranker as wide as the target is written.
+        options["lattice_size"] = options["lattice_size"] or backbone.hidden_size
+        options = _leave_out_default_widths(options, backbone.hidden_size)
+        return replace(backbone, options={**backbone.options, **options})
+
+    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+        return {name.removeprefix(_BACKBONE): tensor for name, tensor in draft.weights.items()}
+
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
+        return super().list_expected_tensors(shape) | {
+            f"{_HEAD}{name}": size for name, size in _list_lattice_tensors(shape).items()
+        }
+
+    def to_canonical_name(self, name: str) -> str:
+        name = super().to_canonical_name(name)
+        if not name.startswith(_HEAD):
+            return f"{_BACKBONE}{name}"
+        for other, ours in _MODELOPT_NAMES.items():
+            name = name.replace(other, ours)
+        return name
+
+
+def _resolve_widths(options: Mapping[str, Any], hidden_size: int) -> dict[str, int]:
+    size = options["lattice_size"] or default_lattice_size(hidden_size)
+    return {"lattice_size": size, "factor_dim": options["factor_dim"] or size}
+
+
+def _leave_out_default_widths(options: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return the options with None for widths that are the defaults, as options have them."""
+    widths = _resolve_widths(options, hidden_size)
+    defaults = {"lattice_size": default_lattice_size(hidden_size), "factor_dim": widths["lattice_size"]}
+    return {**options, **{name: None if width == defaults[name] else width for name, width in widths.items()}}
+
+
+def _list_lattice_tensors(shape: DraftShape) -> Shapes:
+    options = {**shape.options, **_resolve_widths(shape.options, shape.hidden_size)}
+    hidden = shape.hidden_size
+    size, heads, factors = options["lattice_size"], options["lattice_heads"], options["factor_dim"]
+    places, wide = options["block_size"] - 1, int(size * options["lattice_mlp_ratio"])
+    names: Shapes = {
+        "feature_norm.weight": (5,),
+        "feature_norm.bias": (5,),
+        "slot_embedding": (1, 1, places, 1, size),
+        "rank_embedding": (1, 1, 1, options["candidate_topk"], size),
+        "relative_slot_bias": (heads, 2 * places + 1),
+        "same_slot_bias": (heads,),
+        "output_norm.weight": (size,),
+        "anchor_norm.weight": (size,),
+        **_list_affine("pass_hidden_proj", hidden, size),
+        **_list_affine("context_proj", hidden, size),
+        **_list_affine("feature_mlp.up_proj", 5, size),
+        **_list_affine("feature_mlp.down_proj", size, size),
+        **_list_affine("factor_input_proj", 3 * size, size),
+    }
+    if size != hidden:
+        names |= _list_affine("token_proj", hidden, size)
+    for head in ("out_head", "in_head", "anchor_out_head"):
+        names |= _list_affine(head, size, factors)
+    for layer in range(options["lattice_layers"]):
+        prefix = f"layers.{layer}."
+        names |= {
+            f"{prefix}attn_norm.weight": (size,),
+            f"{prefix}mlp_norm.weight": (size,),
+            f"{prefix}attn.in_proj_weight": (3 * size, size),
+            f"{prefix}attn.in_proj_bias": (3 * size,),
+            **_list_affine(f"{prefix}attn.out_proj", size, size),
+            **_list_affine(f"{prefix}mlp.up_proj", size, wide),
+            **_list_affine(f"{prefix}mlp.down_proj", wide, size),
+        }
+    return names
+
+
+def _list_affine(name: str, inputs: int, outputs: int) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}

@@ -1,0 +1,209 @@
+"""LiLiCorr's loss: DFlash's, and three terms of the candidates' scores, in chunks of whole blocks.
+
+At a place whose label is candidate y, and whose former label is a candidate too, let z be the logits (k,) of the candidates
+given that former label, and t the target's logits of the same candidates. With c = softmax(z), the place costs
+
+    ce_weight · CE(z, y) + margin_weight · max(0, margin - (z_y - max_{j≠y} z_j)) + penalty_weight · Σ_j c_j · max(0, t_y - t_j)
+
+if all labels of its block count, and all labels up to it are candidates (Model-Optimizer #2342). The log-probabilities that the
+candidates come with are not detached, so these terms teach the backbone too. Shapes: N blocks of k labels, K candidates; n
+blocks in a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.strategies.dflash.loss import LabelWeighting, at_least_float32, sum_prefix_lengths
+from draftworks.strategies.lilicorr.lattice import Candidates, LatticeScores, find_candidates
+
+
+@dataclass(frozen=True)
+class LiLiCorrObjective:
+    """How the losses of labels add up; see the module.
+
+    Attributes:
+        weigh: DFlash's weight of a label, from the cross-entropies; of DFlash's loss alone.
+        chunk_blocks: blocks whose logits are held at a time.
+    """
+
+    weigh: LabelWeighting
+    ce_weight: float
+    margin_weight: float
+    margin: float
+    penalty_weight: float
+    candidates: int
+    chunk_blocks: int
+
+
+class LiLiCorrStates(NamedTuple):
+    """What N blocks are predicted from.
+
+    Attributes:
+        states: (N, k, H), normed.
+        context: (N, H), the fused context before each anchor.
+        has_context: (N,) bool.
+        last: (N, k, H), the target's last hidden states where it predicts the labels.
+    """
+
+    states: Tensor
+    context: Tensor
+    has_context: Tensor
+    last: Tensor
+
+
+class LiLiCorrLosses(NamedTuple):
+    """`loss` is differentiable; the sums over blocks, float64, are not.
+
+    Attributes:
+        ce_sums: (k,), by place, of the backbone's cross-entropies.
+        corrects: (k,), number of labels that the scores choose, given the true label before.
+        base_corrects: (k,), number of labels that are the backbone's argmax.
+        found: (k,), number of labels among the candidates.
+        accepted, base_accepted, reachable: scalars, total length of the blocks' prefixes that are all chosen, all the
+            backbone's argmax, and all among the candidates.
+    """
+
+    loss: Tensor
+    ce_sums: Tensor
+    corrects: Tensor
+    base_corrects: Tensor
+    found: Tensor
+    accepted: Tensor
+    base_accepted: Tensor
+    reachable: Tensor
+
+
+Score = Callable[..., LatticeScores]
+"""score(candidates, states, context, has_context, *parameters): the logits of candidates."""
+
+
+@dataclass(frozen=True)
+class LatticeChunk:
+    """n whole blocks, `index` among all; a `LossChunk`. Labels and mask are (n, k), int64 and bool."""
+
+    index: slice
+    labels: Tensor
+    label_mask: Tensor
+
+
+def lilicorr_losses(
+    inputs: LiLiCorrStates,
+    head: Tensor,
+    labels: Tensor,
+    label_mask: Tensor,
+    objective: LiLiCorrObjective,
+    score: Score,
+    parameters: list[Tensor],
+) -> LiLiCorrLosses:
+    """Return the loss and the metric sums of the labels that count.
+
+    Args:
+        head: (V, H), frozen, of draft and target.
+        labels: (N, k) int64.
+        label_mask: (N, k) bool; the other places have candidates too, as in serving.
+        parameters: those of the scores, that a chunk's gradients are taken of.
+    """
+
+    def formula(
+        chunk: LatticeChunk, states: Tensor, context: Tensor, has_context: Tensor, last: Tensor, *parameters: Tensor
+    ) -> LiLiCorrLosses:
+        logits = at_least_float32(F.linear(states, head))  # (n, k, V)
+        ce = F.cross_entropy(logits.transpose(1, 2), chunk.labels, reduction="none")  # (n, k)
+        counted = chunk.label_mask
+        weights = objective.weigh(ce.detach() * counted, counted).to(ce.dtype)
+        candidates = find_candidates(logits, objective.candidates)
+        chain = follow_labels(candidates, score(candidates, states, context, has_context, *parameters), chunk.labels)
+        taught = chain.reachable & counted.all(1, keepdim=True)
+        terms = _weigh_terms(chain, _target_gaps(last, head, candidates, chain.label_index), objective)
+        # What is not taught may be infinite there, and 0 · inf is not 0.
+        loss = (weights * ce).sum() + terms.where(taught, 0).sum()
+        with torch.no_grad():
+            correct = chain.is_chosen & counted
+            base = (candidates.tokens[..., 0] == chunk.labels) & counted
+            found = chain.found & counted
+        return LiLiCorrLosses(
+            loss=loss,
+            ce_sums=(ce.detach() * counted).sum(0),
+            corrects=correct.sum(0),
+            base_corrects=base.sum(0),
+            found=found.sum(0),
+            accepted=sum_prefix_lengths(correct, counted),
+            base_accepted=sum_prefix_lengths(base, counted),
+            reachable=sum_prefix_lengths(found, counted),
+        )
+
+    chunks = _split_into_chunks(labels, label_mask, objective.chunk_blocks)
+    return chunked_loss(formula, chunks, inputs, parameters)
+
+
+class LabelChain(NamedTuple):
+    """The candidates' logits along the labels, (n, k, …).
+
+    Attributes:
+        logits: (n, k, K), given the label before; of no meaning where that is no candidate.
+        label_index: (n, k) int64, which candidate the label is; 0 where it is none.
+        found: (n, k) bool, whether it is one.
+    """
+
+    logits: Tensor
+    label_index: Tensor
+    found: Tensor
+
+    @property
+    def reachable(self) -> Tensor:
+        """Whether this label and all before it are candidates, (n, k) bool."""
+        return self.found.cumprod(1).bool()
+
+    @property
+    def is_chosen(self) -> Tensor:
+        """Whether the scores choose this label after the true ones, (n, k) bool."""
+        return self.reachable & (self.logits.argmax(-1) == self.label_index)
+
+
+def follow_labels(candidates: Candidates, scores: LatticeScores, labels: Tensor) -> LabelChain:
+    """Return the logits of the candidates at each place, given the label (n, k) before it."""
+    hits = candidates.tokens == labels[..., None]
+    index = hits.to(torch.int8).argmax(-1)
+    along = scores.following.take_along_dim(index[:, :-1, None, None], dim=2)[:, :, 0]  # (n, k - 1, K)
+    return LabelChain(torch.cat([scores.first[:, None], along], dim=1), index, hits.any(-1))
+
+
+def _weigh_terms(chain: LabelChain, gaps: Tensor, objective: LiLiCorrObjective) -> Tensor:
+    """Return what each place costs, (n, k); see the module.
+
+    Args:
+        gaps: (n, k, K), max(0, t_y - t_j).
+    """
+    log_c = chain.logits.log_softmax(-1)
+    at_label = chain.label_index[..., None]
+    terms = -objective.ce_weight * log_c.gather(-1, at_label)[..., 0]
+    if objective.margin_weight and chain.logits.shape[-1] > 1:
+        own = chain.logits.gather(-1, at_label)[..., 0]
+        best_other = chain.logits.scatter(-1, at_label, -torch.inf).amax(-1)
+        terms = terms + objective.margin_weight * F.relu(objective.margin - (own - best_other))
+    if objective.penalty_weight:
+        terms = terms + objective.penalty_weight * (log_c.exp() * gaps).sum(-1)
+    return terms
+
+
+@torch.no_grad()
+def _target_gaps(last: Tensor, head: Tensor, candidates: Candidates, label_index: Tensor) -> Tensor:
+    """Return how far each candidate's logit is below the label's, by the target, at least 0: (n, k, K)."""
+    rows = head[candidates.tokens]  # (n, k, K, H)
+    logits = at_least_float32((rows @ last.to(head.dtype)[..., None])[..., 0])
+    return F.relu(logits.gather(-1, label_index[..., None]) - logits)
+
+
+def _split_into_chunks(labels: Tensor, label_mask: Tensor, chunk_blocks: int) -> Iterator[LatticeChunk]:
+    """Yield `chunk_blocks` blocks at a time, at least one chunk."""
+    for start in range(0, max(len(labels), 1), chunk_blocks):
+        index = slice(start, start + chunk_blocks)
+        yield LatticeChunk(index, labels[index], label_mask[index])
