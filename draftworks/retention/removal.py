@@ -50,8 +50,8 @@ def remove_items(
     that is killed here leaves results that are complete or absent, and folders that the next removal takes.
 
     Args:
-        look_again: returns what to survey; called once the targets' locks are held, so that a result that became current,
-            was pinned or put into service since the plan was made is left.
+        look_again: returns what to survey; called again once the targets' locks are held, so that a result that became
+            current, was pinned or put into service since the plan was made is left.
         busy: targets with a run that is queued or works.
         report: called with each item that was removed.
 
@@ -66,8 +66,9 @@ def remove_items(
     freed = 0
     with ExitStack() as held:
         free: list[Item] = []
+        var = look_again().var
         for targets, items in groups.items():
-            reason = _find_run(targets, busy) or _take_locks(held, look_again().var, targets)
+            reason = _find_run(targets, busy) or _take_locks(held, var, targets)
             if reason is None:
                 free += items
             else:

@@ -91,18 +91,16 @@ def list_asset_folders(var: Path, target: str | None = None) -> Iterator[Path]:
 
 def read_results(folder: Path) -> Iterator[StoredResult]:
     """Yield the results in a folder `var/ASSET/TARGET`; those whose record cannot be read are logged and left out."""
-    current = _read_pointer(folder)
+    current, asset, target = _read_pointer(folder), folder.parent.name, folder.name
     for entry in list_folders(folder):
-        name = entry.name
-        if name == LOCK or name.endswith(UNPUBLISHED):
+        if entry.name == LOCK or entry.name.endswith(UNPUBLISHED):
             continue
-        path = Path(entry.path)
         try:
-            yield _read_result(path, folder.parent.name, folder.name, name == current)
+            yield _read_result(entry, asset, target, entry.name == current)
         except FileNotFoundError:
             continue  # no result, or one that another process is removing
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("%s: its record cannot be read, so it is left alone (%s)", path, error)
+            log.warning("%s: its record cannot be read, so it is left alone (%s)", entry.path, error)
 
 
 @dataclass(frozen=True)
@@ -134,11 +132,11 @@ def measure_folder(path: Path) -> FolderSize:
     return FolderSize(total, newest)
 
 
-def _read_result(path: Path, asset: str, target: str, is_current: bool) -> StoredResult:
-    record = read_json(path / RECORD)
+def _read_result(entry: os.DirEntry[str], asset: str, target: str, is_current: bool) -> StoredResult:
+    record = read_json(f"{entry.path}/{RECORD}")
     identity, summary = record["identity"], record["summary"]
     names = {
-        path.name,
+        entry.name,
         record["data_version"],
         summary.get("data_version"),
         *summary.get("stream_versions", {}).values(),
@@ -147,10 +145,10 @@ def _read_result(path: Path, asset: str, target: str, is_current: bool) -> Store
     return StoredResult(
         asset=asset,
         target=target,
-        path=path,
+        path=Path(entry.path),
         names=frozenset(name for name in names if isinstance(name, str)),
         mentions=frozenset(_list_texts(identity)),
-        made_from=(identity.get("tokens"), json.dumps(weights)),
+        made_from=(identity.get("tokens"), weights if isinstance(weights, str) else json.dumps(weights)),
         weights=weights if isinstance(weights, str) else None,
         created=float(record["created"]),
         seconds=float(record["seconds"]),
@@ -165,14 +163,15 @@ def _compute_rate(summary: dict[str, Any]) -> float | None:
 
 
 def _list_texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _list_texts(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _list_texts(each)
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
 def _read_pointer(folder: Path) -> str | None:

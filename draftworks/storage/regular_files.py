@@ -20,6 +20,9 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_DEPTH = 100
 """Deeper than any real file, and shallow enough for recursive code that processes the value."""
 
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_SPARE_BYTES = 4096
+"""Asked for beyond a file's size: it may have grown, or be one whose size is not known."""
 _KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder", stat.S_IFCHR: "device"}
 
 
@@ -29,7 +32,7 @@ def open_regular(path: Path) -> BufferedReader:
     Raises:
         OSError: it cannot be opened, or is a pipe, socket, device or folder.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle = os.open(path, _FLAGS)
     try:
         require_regular(os.fstat(handle), path)
         return os.fdopen(handle, "rb")
@@ -38,7 +41,7 @@ def open_regular(path: Path) -> BufferedReader:
         raise
 
 
-def require_regular(found: os.stat_result, path: Path) -> None:
+def require_regular(found: os.stat_result, path: str | Path) -> None:
     """Raise OSError if `found` is not a regular file; the same type as system errors, so that callers catch one type."""
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "device")
@@ -51,19 +54,24 @@ def require_file(path: Path) -> Path:
     return path
 
 
-def read_bytes(path: Path, max_bytes: int) -> bytes:
+def read_bytes(path: str | Path, max_bytes: int) -> bytes:
     """Return a file's bytes. Raises OSError as `open_regular`, and ValueError for more than `max_bytes`."""
-    with open_regular(path) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        content = stream.read(min(size, max_bytes) + 1)  # not max_bytes: so much would be allocated for a small file
-        if len(content) > size:  # it has grown, or is one whose size is not known
-            content += stream.read(max_bytes + 1 - len(content))
-    if len(content) > max_bytes:
+    handle = os.open(path, _FLAGS)  # without a buffer, which costs more than a small file
+    try:
+        found = os.fstat(handle)
+        require_regular(found, path)
+        pieces, left = [], max_bytes + 1
+        while left and (piece := os.read(handle, min(left, found.st_size + _SPARE_BYTES))):
+            pieces.append(piece)
+            left -= len(piece)
+    finally:
+        os.close(handle)
+    if not left:
         raise ValueError(f"larger than {max_bytes:,} bytes")
-    return content
+    return b"".join(pieces)
 
 
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Return the value in a JSON file.
 
     Raises:

@@ -56,6 +56,23 @@ def test_a_target_whose_run_makes_something_is_left_alone(var: Path):
     assert prune(var).removed
 
 
+def test_the_registry_is_read_as_often_for_many_targets_as_for_one(tmp_path: Path):
+    names = [f"t{number}" for number in range(4)]
+    for name in names:
+        for lr in range(2):
+            make_result(tmp_path, "x_draft", target=name, lr=lr)
+    looked = []
+
+    def look_again():
+        looked.append(1)
+        return make_place(tmp_path, targets=names)
+
+    found = survey(make_place(tmp_path, targets=names))
+    done = remove_items(plan_removal(found.totals, found.candidates, {}), look_again)
+    assert {item.owner for item in done.removed} == set(names)
+    assert len(looked) == 2  # before the locks are taken, and once they are held
+
+
 def test_a_target_with_a_queued_run_is_left_alone(var: Path):
     done = remove_items(plan(var), lambda: make_place(var), busy={"a"})
     assert not done.removed

@@ -56,6 +56,12 @@ def test_a_file_larger_than_asked_for_is_not_read(tmp_path: Path):
         read_bytes(path, 1000)
 
 
+def test_a_file_whose_size_is_not_known_is_read_whole():
+    path = Path("/proc/filesystems")
+    assert path.stat().st_size == 0
+    assert read_bytes(path, 1_000_000) == path.read_bytes() != b""
+
+
 @pytest.mark.parametrize(
     "nested", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000, "[" * 101 + "]" * 101]
 )
