@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import dagster as dg
 
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.storage.asset_names import FP8_GATE, HELDOUT_FEATURES, of_eval_set, of_strategy
+from draftworks.storage.asset_names import FP8_GATE, HELDOUT, HELDOUT_FEATURES, of_eval_set, of_strategy
 
 INPUTS = dg.AssetSelection.groups("inputs")
 JUDGE_FP8 = "judge_fp8"
@@ -21,14 +21,14 @@ def make_jobs(evals: Sequence[str], decided: Sequence[str] = ()) -> list:
         decided: strategies that have the asset `{strategy}_decision`, which is made with the reports.
     """
     prepare = INPUTS | dg.AssetSelection.groups("data", "features")
-    eval_data = [asset for name in ["heldout", *evals] for asset in of_eval_set(name)[1:]]
+    eval_data = [asset for name in [HELDOUT, *evals] for asset in of_eval_set(name)]
     eval_data += [of_strategy(strategy).decision for strategy in decided]
     evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets(*eval_data)
     return [
         _define_job("resolve", INPUTS, "Read the inputs again and record their current versions."),
         _define_job("prepare", prepare, "From conversations to captured features."),
         *(_define_train_job(strategy) for strategy in list_strategies()),
-        _define_job("evaluate", evaluate, "Measure the drafts that exist."),
+        _define_job("evaluate", evaluate, "Measure the drafts that exist, on the eval data of today."),
         _define_job(
             "serve",
             INPUTS | SERVING,

@@ -8,8 +8,9 @@ import dagster as dg
 
 from draftworks.errors import DraftworksError
 from draftworks.fleet.staleness import Subject, find_published_drafts
-from draftworks.storage.asset_names import of_eval_set
+from draftworks.storage.asset_names import CONVERSATIONS, of_eval_set
 from draftworks.targets.registry import HELDOUT
+from draftworks.targets.training_data import identify_eval_data
 from resources.workspace import Workspace
 from sensors.running_targets import find_runs_under_way
 
@@ -91,11 +92,11 @@ def find_outdated(workspace: Workspace, target: str) -> StaleTarget | None:
     responses = {name: artifacts.find(of_eval_set(name).responses, target) for name in [HELDOUT, *spec.evals]}
     if not drafts or responses[HELDOUT] is None:
         return None
-    sources = {
-        name: workspace.read_dataset_version(registry.load_dataset(registry.load_eval_set(name).dataset))
-        for name in spec.evals
-    }
-    subject = Subject(workspace.resolve_target_files(target), drafts, responses, sources)
+    files, names = workspace.resolve_target_files(target), list(spec.evals)
+    if artifacts.find(CONVERSATIONS, target) is not None:
+        names.append(HELDOUT)
+    sources = {name: identify_eval_data(name, spec, files.vocab_size, registry, workspace.digests) for name in names}
+    subject = Subject(files, drafts, responses, sources)
     changes = subject.changes(artifacts)
     return StaleTarget(subject.identity, changes) if changes else None
 

@@ -21,9 +21,9 @@ from draftworks.storage.asset_names import (
     TARGET_MODEL,
     TOKENIZED_TRAIN,
 )
-from draftworks.storage.data_records import AnswersIdentity, ConversationsIdentity
+from draftworks.storage.data_records import AnswersIdentity
 from draftworks.targets.answers import make_answers_identity, make_greedy_settings
-from draftworks.targets.training_data import load_slice_plan, load_training_datasets
+from draftworks.targets.training_data import identify_conversations, load_slice_plan, load_training_datasets
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, report_result, require_target, to_severity
@@ -57,11 +57,7 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
         source = registry.load_dataset(target.dataset)
         return _to_build_result(prepare_conversations(source, target.data, registry.root, files, out))
 
-    identity = ConversationsIdentity(
-        dataset=workspace.read_training_data_version(target),
-        data=target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"}),
-        vocab_size=files.vocab_size,
-    )
+    identity = identify_conversations(target, workspace.read_training_data_version(target), files.vocab_size)
     artifact = obtain_result(context, workspace, identity.to_json(), build)
     metadata = {
         "dagster/row_count": artifact.summary["conversations"],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from draftworks.config.strategies import StrategySpec
-from draftworks.storage.asset_names import TARGET_MODEL, of_eval_set, of_strategy
+from draftworks.storage.asset_names import DATASET, RECIPE, TARGET_MODEL, of_eval_set, of_strategy
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import HELDOUT, Registry
 from resources.workspace import Workspace
@@ -29,7 +29,7 @@ def list_decided_strategies(registry: Registry) -> list[str]:
 def make_decision_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
     """Make the asset `{strategy}_decision`, for targets with `decision`."""
     names = of_strategy(strategy.name)
-    eval_assets = [each for name in [HELDOUT, *evals] for each in of_eval_set(name)[1:]]
+    eval_assets = [each for name in [HELDOUT, *evals] for each in of_eval_set(name)]
 
     @asset(
         group=GROUP,
@@ -37,7 +37,17 @@ def make_decision_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.Asse
         name=names.decision,
         description=f"Whether the {strategy.name} draft in service is kept, tuned or trained anew: its loss since it was put "
         "into service against two margins.",
-        deps=[TARGET_MODEL, names.draft, names.report, names.export, names.serving, names.promoted, *eval_assets],
+        deps=[
+            TARGET_MODEL,
+            DATASET,
+            RECIPE,
+            names.draft,
+            names.report,
+            names.export,
+            names.serving,
+            names.promoted,
+            *eval_assets,
+        ],
         optional=True,
     )
     def decision(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:

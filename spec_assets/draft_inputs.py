@@ -13,12 +13,13 @@ from draftworks.config.draft_config import read_draft_config
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.run_files import VOCAB_FILE, FeatureSet, StoreSpec, StreamPlace, TargetFiles, TrainRun
 from draftworks.config.strategies import StrategySpec
-from draftworks.errors import ConfigError
+from draftworks.errors import ConfigError, StoreError
 from draftworks.preflight.compatibility import check_start_from
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import TOKENIZED_TRAIN, TRAINING_FEATURES, VOCAB_MAPPING, of_strategy
 from draftworks.storage.identity import digest
 from draftworks.storage.records import DraftIdentity, EvalData
+from draftworks.storage.result_names import choose_name, read_names
 from draftworks.targets.registry import HELDOUT, apply_overrides
 from resources.workspace import Workspace
 from spec_assets.evals import locate_feature_set, read_eval_data
@@ -136,10 +137,11 @@ def locate_tuned_draft(artifacts: ArtifactStore, target: str, strategy: str, dra
         ConfigError: the target has no such draft, or it is damaged.
     """
     known = artifacts.list_all(of_strategy(strategy).draft, target)
-    found = next((each for each in known if each.path.name == draft), None)
-    if found is None:
-        there = ", ".join(each.path.name for each in known[:5]) or "none"
-        raise ConfigError(f"start_from: target {target} has no {strategy} draft {draft!r:.80}; there are: {there}")
+    try:
+        name = choose_name(draft, read_names(known))
+    except StoreError as error:
+        raise ConfigError(f"start_from: target {target}, {strategy}: {error}") from None
+    found = next(each for each in known if each.path.name == name)
     damage = found.find_damage(artifacts.digests.of_file)
     if damage is not None:
         raise ConfigError(f"start_from: draft {draft} is damaged: {damage}. Train a draft from the start")

@@ -18,9 +18,10 @@ from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, of_eval_set
 from draftworks.storage.atomic import publish_json, remove
-from draftworks.storage.data_records import EvalFeaturesIdentity, EvalSetIdentity
+from draftworks.storage.data_records import EvalFeaturesIdentity
 from draftworks.storage.identity import digest
 from draftworks.storage.records import EvalData
+from draftworks.targets.training_data import identify_eval_set
 from resources.job_claims import CLAIM
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -68,13 +69,7 @@ def _make_set_asset(name: str) -> dg.AssetsDefinition:
             summary = prepare_eval_set(dataset, spec.max_conversations, data, root, files, out, spec.part)
             return BuildResult(data_version=summary["digest"], summary=summary)
 
-        identity = EvalSetIdentity(
-            dataset=workspace.read_dataset_version(dataset),
-            max_conversations=spec.max_conversations,
-            max_rejected_share=target.data.max_rejected_share,
-            vocab_size=files.vocab_size,
-            held_out_share=target.data.held_out_share if spec.part == "held_out" else None,
-        )
+        identity = identify_eval_set(target, spec, workspace.read_dataset_version(dataset), files.vocab_size)
         artifact = obtain_result(context, workspace, identity.to_json(), build)
         metadata = {**select_figures(artifact), **describe_rejections(artifact), **describe_lineage(artifact)}
         return report_result(context, artifact, metadata)

@@ -136,8 +136,8 @@ def open_service(workspace: Workspace, strategy: str, target: str) -> "Service":
     """Return the drafts of a strategy of a target, and the one in service."""
     from draftworks.service.promotion import Service
 
-    files = workspace.resolve_target_files(target)
-    return Service(workspace.registry.load_target(target), files, strategy, workspace.artifacts)
+    registry, files = workspace.registry, workspace.resolve_target_files(target)
+    return Service(registry, registry.load_target(target), files, strategy, workspace.artifacts)
 
 
 def _act(context: dg.AssetExecutionContext, service: "Service", config: ServiceConfig) -> InService:

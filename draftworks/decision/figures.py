@@ -25,17 +25,18 @@ from draftworks.evaluation.ladder.statistics import bootstrap_interval
 from draftworks.evaluation.report.comparison import compare_reports
 from draftworks.evaluation.report.summary import REPORT, read_report, report_file_errors
 from draftworks.evaluation.report.walk_pairs import MeasuredWalk
-from draftworks.fleet.staleness import is_measured_on
+from draftworks.fleet.staleness import is_made_from, is_measured_on
 from draftworks.service.candidate import RefusedError
 from draftworks.service.promotion import Service
 from draftworks.service.record import ServedDraft
 from draftworks.service.rule import CONFIDENCE
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.asset_names import of_eval_set, of_strategy
-from draftworks.storage.data_records import EvalFeaturesIdentity
+from draftworks.storage.data_records import ConversationsIdentity, EvalFeaturesIdentity, EvalSetIdentity
 from draftworks.storage.identity import digest
 from draftworks.storage.records import DraftIdentity, EvalData, ReportIdentity
 from draftworks.targets.registry import HELDOUT
+from draftworks.targets.training_data import identify_eval_data
 
 
 class NotMeasuredError(DraftworksError):
@@ -126,9 +127,16 @@ class ServedFigures:
             )
 
     def _require_measured(self, name: str) -> None:
-        """Raise NotMeasuredError unless the newest report is about this eval set and the weights as they are now."""
+        """Raise NotMeasuredError unless the newest report is about this eval set, its data and the weights as they are
+        now."""
         artifacts, target = self.service.artifacts, self.service.target.name
         assets = of_eval_set(name)
+        prepared = artifacts.find(assets.conversations, target)
+        if prepared is not None and not is_made_from(prepared, self._identify_data(name)):
+            raise NotMeasuredError(
+                f"{self._where}: the data of eval set {name}, or settings of it, have changed since its conversations were "
+                f"made. {self._measure_again}"
+            )
         responses, features = artifacts.find(assets.responses, target), artifacts.find(assets.features, target)
         captured = None if features is None else EvalFeaturesIdentity.of(features).target
         if captured != self.service.files.digest:
@@ -140,6 +148,11 @@ class ServedFigures:
             raise NotMeasuredError(
                 f"{self._where}: its newest report is not about eval set {name} as it is now. {self._measure_again}"
             )
+
+    def _identify_data(self, name: str) -> ConversationsIdentity | EvalSetIdentity:
+        service = self.service
+        vocab_size, digests = service.files.vocab_size, service.artifacts.digests
+        return identify_eval_data(name, service.target, vocab_size, service.registry, digests)
 
     def _measure_loss(self, name: str) -> LossEvidence:
         reference = self._choose_reference(name)

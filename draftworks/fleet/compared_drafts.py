@@ -14,6 +14,7 @@ from draftworks.storage.asset_names import of_strategy, strategy_of_draft
 from draftworks.storage.names import require_name
 from draftworks.storage.records import DraftIdentity, ReportIdentity
 from draftworks.storage.regular_files import read_json
+from draftworks.storage.result_names import explain_data_version, read_names
 from draftworks.targets.registry import HELDOUT
 
 _REPORT_SUFFIX, _DRAFT_SUFFIX = "_report", "_draft"
@@ -138,8 +139,7 @@ def find_compared_draft(text: str, artifacts: ArtifactStore) -> ComparedDraft:
         if draft is None:
             raise ConfigError(f"{text}: target {target} has no {strategy} draft yet; {_list_drafts(artifacts)}")
         return _of_draft(text, draft, artifacts)
-    known = [one for one in artifacts.list_all(asset, target) if one.path.name.startswith(names[2])]
-    return _of_draft(text, _only(text, known, artifacts), artifacts)
+    return _of_draft(text, _choose(text, artifacts.list_all(asset, target), artifacts), artifacts)
 
 
 def choose_reports(a: ComparedDraft, b: ComparedDraft) -> ReportPair:
@@ -228,8 +228,7 @@ def _list_eval_sets(folder: Path) -> dict[str, Path]:
 
 
 def _find_by_digest(text: str, artifacts: ArtifactStore) -> ComparedDraft:
-    known = [one for one in _iterate_drafts(artifacts) if one.path.name.startswith(text)]
-    return _of_draft(text, _only(text, known, artifacts), artifacts)
+    return _of_draft(text, _choose(text, list(_iterate_drafts(artifacts)), artifacts), artifacts)
 
 
 def _iterate_drafts(artifacts: ArtifactStore) -> Iterator[Artifact]:
@@ -237,12 +236,17 @@ def _iterate_drafts(artifacts: ArtifactStore) -> Iterator[Artifact]:
         yield from artifacts.list_all(folder.parent.name, folder.name)
 
 
-def _only(text: str, known: Sequence[Artifact], artifacts: ArtifactStore) -> Artifact:
-    exact = [one for one in known if one.path.name == text.split("/")[-1]]
-    found = exact or known
+def _choose(text: str, known: Sequence[Artifact], artifacts: ArtifactStore) -> Artifact:
+    """Return the draft of a digest or its begin, the last part of `text`. Two targets may have drafts of one digest."""
+    given = text.split("/")[-1]
+    exact = [one for one in known if one.path.name == given]
+    found = exact or [one for one in known if one.path.name.startswith(given)]
     if len(found) == 1:
         return found[0]
     if not found:
+        hint = explain_data_version(given, read_names(known))
+        if hint is not None:
+            raise ConfigError(f"{text}: {hint}")
         raise ConfigError(f"{text}: no draft is of that name; {_list_drafts(artifacts)}")
     names = ", ".join(f"{one.target}/{strategy_of_draft(one.asset)}/{one.path.name}" for one in found[:5])
     raise ConfigError(f"{text}: several drafts are of that name: {names}")

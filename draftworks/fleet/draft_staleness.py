@@ -81,9 +81,12 @@ class DraftComparison:
             yield Change("training data: not known, its record does not say on which it was trained")
         elif tokens is not None and tokens.data_version != trained_on:
             yield Change("training data", tokens.created)
-        answers = self._current(RESPONSES)
+        answers, prepared = self._current(RESPONSES), self._current(CONVERSATIONS)
         if answers is not None and AnswersIdentity.of(answers).tokenizer != self.files.tokenizer_digest:
             yield Change("tokenizer or chat template")
+        answered = None if answers is None else AnswersIdentity.of(answers).conversations
+        if prepared is not None and answered not in (None, prepared.data_version):
+            yield Change("training data", prepared.created)  # an evaluation has made them, and no training since
         yield from self._files()
 
     def _files(self) -> Iterator[Change]:

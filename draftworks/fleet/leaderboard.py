@@ -17,10 +17,12 @@ from draftworks.fleet.draft_staleness import DraftComparison
 from draftworks.fleet.staleness import Subject
 from draftworks.storage.artifacts import Artifact, ArtifactStore, ReadOnceStore
 from draftworks.storage.asset_names import of_eval_set, of_strategy
+from draftworks.storage.data_records import ConversationsIdentity, EvalSetIdentity
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import resolve_target
+from draftworks.targets.training_data import identify_eval_data
 
 WALK_RUNG, SIMULATED_RUNG = 3, 1
 
@@ -33,13 +35,13 @@ class ReportScore:
 
     Attributes:
         created: seconds since the epoch.
-        draft: data version of the draft.
+        draft: name of the draft, the digest of what it was made from; None in early records.
     """
 
     eval_set: str
     score: RungScore
     created: float
-    draft: str
+    draft: str | None
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,20 @@ class Fleet:
         """Return what has changed since the report, for the set `heldout` only, on which the shown score was
         measured."""
         responses = {HELDOUT: self.artifacts.find(of_eval_set(HELDOUT).responses, target.name)}
-        subject = Subject(files, drafts, responses, sources={})
+        subject = Subject(files, drafts, responses, self._read_source(target, files))
         return tuple(subject.changes(self.artifacts))
+
+    def _read_source(
+        self, target: TargetSpec, files: TargetFiles
+    ) -> dict[str, ConversationsIdentity | EvalSetIdentity]:
+        """Return what `heldout` would be made from now; nothing if it was never made, or its data cannot be read, which is
+        among the changes since the training."""
+        if self.artifacts.find(of_eval_set(HELDOUT).conversations, target.name) is None:
+            return {}
+        try:
+            return {HELDOUT: identify_eval_data(HELDOUT, target, files.vocab_size, self.registry, self.digests)}
+        except DraftworksError:
+            return {}
 
 
 def read_measured(report: Artifact) -> ReportScore:
@@ -138,7 +152,7 @@ def read_measured(report: Artifact) -> ReportScore:
     summary = ReportSummary.load(report.path / HELDOUT)
     walks = [score for score in summary.select_scores(TRAINED, WALK_RUNG) if score.value is not None]
     score = (walks or summary.select_scores(TRAINED, SIMULATED_RUNG))[0]
-    return ReportScore(summary.eval_set, score, summary.created.timestamp(), ReportIdentity.of(report).draft)
+    return ReportScore(summary.eval_set, score, summary.created.timestamp(), ReportIdentity.of(report).draft_identity)
 
 
 def find_best(latest: ReportScore, reports: Sequence[Artifact]) -> ReportScore:

@@ -44,8 +44,8 @@ def save(folder: Path, standings: Sequence[Standing], now: float) -> None:
 
 
 def frame(standings: Sequence[Standing], now: float) -> pd.DataFrame:
-    """Return a data frame with a row per standing. `now` is in seconds since the epoch; column `draft` is a data
-    version."""
+    """Return a data frame with a row per standing. `now` is in seconds since the epoch; column `draft` is the
+    name of the draft."""
     import pandas as pd
 
     columns = ("target", "strategy", "eval_set", "metric", "value", "low", "high", "confidence", "prompts")
@@ -86,7 +86,7 @@ def cells(standing: Standing, now: float | None = None) -> dict[str, str]:
         "prompts": f"{latest.score.prompts:,}" if latest and latest.score.prompts is not None else "",
         **_when(latest.created if latest else None, now),
         "best ever": f"{best.score.value:.2f} ({_day(best.created)})" if best else "",
-        "draft": latest.draft[:16] if latest else "",
+        "draft": (latest.draft or "") if latest else "",
         "stale against": _stale(standing),
     }
 

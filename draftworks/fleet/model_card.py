@@ -195,8 +195,8 @@ def _provenance(subject: CardSubject) -> str:
     """Return the digests of everything that the draft and its reports were made from."""
     made_from = subject.made_from
     rows = {
-        "draft weights": subject.draft.data_version,
-        "draft, by all that it was made from": subject.draft.path.name,
+        "the draft, by which commands know it": subject.draft.path.name,
+        "content of its weights": subject.draft.data_version,
         "target weights": made_from.target,
         "training tokens": made_from.tokens,
         "training features": made_from.features,

@@ -12,7 +12,7 @@ from draftworks.config.draft_config import WEIGHTS
 from draftworks.errors import DraftworksError
 from draftworks.fleet.compared_drafts import ComparedDraft
 from draftworks.storage.artifacts import Artifact
-from draftworks.storage.asset_names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, VOCAB_MAPPING
+from draftworks.storage.asset_names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, VOCAB_MAPPING, of_strategy
 from draftworks.targets.safetensors_headers import read_header
 
 MISSING = "(not set)"
@@ -101,7 +101,16 @@ def _read_recipe(side: ComparedDraft) -> dict[str, Any]:
     if made_from is None:
         return {"strategy": side.strategy, _TARGET: side.weights_of_target}
     recipe = {_TARGET: made_from.target, **{name: getattr(made_from, name) for name in _RECIPE}}
+    recipe["start_from"] = _name_start(side, made_from.start_from)
     return {**_flatten(recipe), **{key: value for each in _read_lineage(side) for key, value in each.settings.items()}}
+
+
+def _name_start(side: ComparedDraft, weights: str | None) -> str | None:
+    """Return the name of the draft that a training began with; of weights of no draft here, the digest, said so."""
+    if weights is None:
+        return None
+    began = _find(side, of_strategy(side.strategy).draft, weights)
+    return f"weights {weights}, of no draft here" if began is None else began.path.name
 
 
 def _read_data(side: ComparedDraft) -> dict[str, Any]:

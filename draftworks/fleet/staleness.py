@@ -12,7 +12,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_eval_set, of_strategy
-from draftworks.storage.data_records import EvalFeaturesIdentity, EvalSetIdentity
+from draftworks.storage.data_records import ConversationsIdentity, EvalFeaturesIdentity, EvalSetIdentity
 from draftworks.storage.identity import digest
 from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import HELDOUT
@@ -26,20 +26,21 @@ class Subject:
         files: the target itself.
         drafts: the newest of each strategy that has one.
         responses: the newest of each eval set; None where it was never made.
-        sources: content digests of the files behind the named eval sets.
+        sources: by eval set, what its conversations would be made from; those of a set that is not looked at are left out.
     """
 
     files: TargetFiles
     drafts: dict[str, Artifact]
     responses: dict[str, Artifact | None]
-    sources: dict[str, str]
+    sources: dict[str, ConversationsIdentity | EvalSetIdentity]
 
     @property
     def identity(self) -> str:
         """Digest that is equal for two evaluations with equal results."""
         drafts = {name: [draft.data_version, draft.path.name] for name, draft in self.drafts.items()}
         made = [drafts, {name: _version(artifact) for name, artifact in self.responses.items()}]
-        return digest([self.files.digest, self.files.tokenizer_digest, self.sources, made])
+        sources = {name: source.to_json() for name, source in self.sources.items()}
+        return digest([self.files.digest, self.files.tokenizer_digest, sources, made])
 
     def changes(self, artifacts: ArtifactStore) -> list[str]:
         """Return, in words, what has changed since the newest reports; empty if nothing has."""
@@ -65,7 +66,7 @@ class Subject:
         if any(report and not is_measured_on(report, name, self.responses[name], features) for report in reports):
             found.append(f"eval set {name}")
         prepared = artifacts.find(of_eval_set(name).conversations, target) if name in self.sources else None
-        if prepared is not None and EvalSetIdentity.of(prepared).dataset != self.sources[name]:
+        if prepared is not None and not is_made_from(prepared, self.sources[name]):
             found.append(f"eval set {name}")
         return found
 
@@ -85,6 +86,11 @@ def _is_of(report: Artifact, draft: Artifact) -> bool:
     them."""
     of = ReportIdentity.of(report)
     return (of.draft, of.draft_identity) == (draft.data_version, draft.path.name)
+
+
+def is_made_from(prepared: Artifact, source: ConversationsIdentity | EvalSetIdentity) -> bool:
+    """Whether conversations were made from these files with these settings."""
+    return type(source).of(prepared) == source
 
 
 def is_measured_on(report: Artifact, name: str, responses: Artifact | None, features: Artifact | None) -> bool:

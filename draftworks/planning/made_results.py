@@ -14,7 +14,6 @@ from draftworks.fleet.draft_staleness import DraftComparison
 from draftworks.planning.subject import PlanSubject
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.asset_names import (
-    CONVERSATIONS,
     FP8_GATE,
     TOKENIZED_TRAIN,
     TRAINING_FEATURES,
@@ -23,15 +22,14 @@ from draftworks.storage.asset_names import (
 )
 from draftworks.storage.data_records import (
     AnswersIdentity,
-    ConversationsIdentity,
     EvalFeaturesIdentity,
-    EvalSetIdentity,
     FeaturesIdentity,
 )
 from draftworks.storage.identity import DigestNotCached, digest
 from draftworks.storage.records import DraftIdentity, ExportIdentity, ReportIdentity
 from draftworks.targets.answers import make_answers_identity
 from draftworks.targets.registry import HELDOUT
+from draftworks.targets.training_data import identify_conversations, identify_eval_set
 
 PLANNED = "planned"
 """In the summary of a feature set whose features stream to the trainer."""
@@ -225,20 +223,16 @@ def _is_unchanged(subject: PlanSubject, files: TargetFiles, draft: Artifact) -> 
 
 def _list_prepared(subject: PlanSubject, name: str, same_choice: bool) -> Iterator[Artifact]:
     """Yield prepared conversations of the same files, newest first."""
-    target, kind = subject.target, EvalSetIdentity
-    if name == HELDOUT:
-        asset, kind = CONVERSATIONS, ConversationsIdentity
-        choice = {"data": target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"})}
-    else:
-        spec = subject.registry.load_eval_set(name)
-        asset = of_eval_set(name).conversations
-        choice = {"max_conversations": spec.max_conversations, "max_rejected_share": target.data.max_rejected_share}
     version, remote = subject.find_data_version(name), subject.is_remote(name)
     if version is None and not remote:
         return  # its files were never read
-    for each in subject.list_results(asset):
-        found = kind.of(each)
-        same = all(getattr(found, key) == value for key, value in choice.items())
+    if name == HELDOUT:
+        wanted = identify_conversations(subject.target, version, None)
+    else:
+        wanted = identify_eval_set(subject.target, subject.registry.load_eval_set(name), version, None)
+    for each in subject.list_results(of_eval_set(name).conversations):
+        found = type(wanted).of(each)
+        same = replace(found, dataset=version, vocab_size=None) == wanted
         if (remote or found.dataset == version) and (same or not same_choice):
             yield each
 

@@ -159,13 +159,13 @@ def keys(file: Annotated[str, typer.Argument(help="target, dataset, eval or depl
 def build_results_table(target: str, artifacts: ArtifactStore) -> Table:
     """Build a table with a row per asset that has a result, oldest first."""
     table = Table(title=f"target {target}", title_justify="left")
-    for column in ("asset", "data version", "made", "seconds", "what"):
+    for column in ("asset", "digest", "made", "seconds", "what"):
         table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
     existing = [artifacts.find(folder.name, target) for folder in sorted(artifacts.root.glob("*/")) if folder.is_dir()]
     for artifact in sorted((a for a in existing if a is not None), key=lambda a: a.created):
         made = datetime.fromtimestamp(artifact.created).strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(
-            artifact.asset, artifact.data_version[:16], made, f"{artifact.seconds:.1f}", format_summary_values(artifact)
+            artifact.asset, artifact.path.name, made, f"{artifact.seconds:.1f}", format_summary_values(artifact)
         )
     return table
 

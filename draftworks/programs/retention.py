@@ -83,7 +83,7 @@ def prune(
 def pin(
     target: str,
     asset: Annotated[str, typer.Argument(help="Such as eagle3_draft.")],
-    digest: Annotated[str | None, typer.Option(help="Of the result, its folder's name; default: the newest.")] = None,
+    digest: Annotated[str | None, typer.Option(help="Of the result, or its begin; default: the newest.")] = None,
     why: Annotated[str, typer.Option(help="Kept with the pin.")] = "",
     registry: RegistryOption = CHECKOUT_REGISTRY,
 ) -> None:

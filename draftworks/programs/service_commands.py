@@ -33,7 +33,9 @@ ExpectOption = Annotated[
 def promote(
     target: TargetArgument,
     strategy: StrategyArgument,
-    draft: Annotated[str | None, typer.Option("--draft", help="Digest of the draft; by default the newest.")] = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="Digest of the draft, or its begin; by default the newest.")
+    ] = None,
     why: WhyOption = None,
     who: WhoOption = None,
     expect: ExpectOption = None,
@@ -71,7 +73,10 @@ def rollback(
     target: TargetArgument,
     strategy: StrategyArgument,
     draft: Annotated[
-        str | None, typer.Option("--draft", help="Digest of a draft that was in service; by default the one before.")
+        str | None,
+        typer.Option(
+            "--draft", help="Digest, or its begin, of a draft that was in service; by default the one before."
+        ),
     ] = None,
     why: WhyOption = None,
     who: WhoOption = None,
@@ -140,7 +145,7 @@ def open_service(registry: Path, target: str, strategy: str) -> Service:
     spec = found.load_target(target)
     digests = FileDigests(found.resolve_var_folder() / "digests.json")
     files = resolve_target(spec, found, digests)
-    return Service(spec, files, strategy, ArtifactStore(found.resolve_var_folder(), digests))
+    return Service(found, spec, files, strategy, ArtifactStore(found.resolve_var_folder(), digests))
 
 
 def tell(service: Service, record: InService) -> bool:

@@ -13,6 +13,7 @@ from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_json
+from draftworks.storage.result_names import choose_name, read_names
 
 FOLDER = "pins"
 """In `var`: `ASSET/TARGET/DIGEST.json` for each pin."""
@@ -43,17 +44,17 @@ class Pin:
 
 
 def pin_result(artifacts: ArtifactStore, asset: str, target: str, digest: str | None, why: str) -> Pin:
-    """Keep a result; without `digest` the newest one.
+    """Keep a result: that of a digest or its begin, by default the newest.
 
     Raises:
         StoreError: there is no such result.
     """
-    known = {each.path.name for each in artifacts.list_all(asset, target)}
-    digest = artifacts.load_current(asset, target).path.name if digest is None else digest
-    if digest not in known:
-        raise StoreError(
-            f"{asset} of target {target}: no result {digest}; there are: {', '.join(sorted(known)) or 'none'}"
-        )
+    if digest is None:
+        digest = artifacts.load_current(asset, target).path.name
+    try:
+        digest = choose_name(digest, read_names(artifacts.list_all(asset, target)), "result")
+    except StoreError as error:
+        raise StoreError(f"{asset} of target {target}: {error}") from None
     pin = Pin(asset, target, digest, _name_user(), why, time.time())
     path = _locate(artifacts.root, pin.asset, pin.target, pin.digest)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,11 +63,12 @@ def pin_result(artifacts: ArtifactStore, asset: str, target: str, digest: str | 
 
 
 def unpin_result(var: Path, asset: str, target: str, digest: str) -> None:
-    """Remove a pin. Raises StoreError if there is none."""
+    """Remove the pin of a result, by its digest or its begin. Raises StoreError if there is none."""
+    pinned = dict.fromkeys(path.stem for path in _locate(var, asset, target, "any").parent.glob("*.json"))
     try:
-        _locate(var, asset, target, digest).unlink()
-    except FileNotFoundError:
-        raise StoreError(f"{asset} {digest} of target {target} is not pinned") from None
+        _locate(var, asset, target, choose_name(digest, pinned, "pinned result")).unlink()
+    except (FileNotFoundError, StoreError) as error:
+        raise StoreError(f"{asset} {digest} of target {target} is not pinned: {error}") from None
 
 
 def list_pins(var: Path) -> list[Pin]:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.errors import DraftworksError
+from draftworks.errors import DraftworksError, StoreError
 from draftworks.export.names import GATE_MEANINGS
 from draftworks.service.record import ServedDraft
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.names import require_name
 from draftworks.storage.records import DraftIdentity, ExportIdentity, ReportIdentity
+from draftworks.storage.result_names import choose_name, read_names
 from draftworks.targets.registry import HELDOUT
 
 
@@ -41,7 +42,7 @@ def find_candidate(
     """Return a draft of a target with its report and export, after all checks but the comparison with other drafts.
 
     Args:
-        digest: identity of the draft; the newest one by default.
+        digest: name of the draft, or its begin; the newest one by default.
 
     Raises:
         RefusedError: there is no such draft, it is of another target or strategy, or was trained for other weights; it is
@@ -108,13 +109,14 @@ def _find_draft(artifacts: ArtifactStore, target: str, strategy: str, digest: st
     except ValueError as error:
         raise RefusedError(f"draft: {error}") from None
     known = artifacts.list_all(asset, target)
-    for draft in known:
-        if draft.path.name == digest:
-            return draft
-    for asset_of, target_of in sorted(path.parts[-3:-1] for path in artifacts.root.glob(f"*_draft/*/{digest}/")):
-        raise RefusedError(f"draft {digest} is an {asset_of} of target {target_of}, not of {target}, {strategy}")
-    there = ", ".join(draft.path.name for draft in known[:5]) or "none"
-    raise RefusedError(f"target {target} has no {strategy} draft {digest}; there are: {there}")
+    try:
+        name = choose_name(digest, read_names(known))
+    except StoreError as error:
+        for asset_of, target_of in sorted(path.parts[-3:-1] for path in artifacts.root.glob(f"*_draft/*/{digest}/")):
+            reason = f"draft {digest} is an {asset_of} of target {target_of}, not of {target}, {strategy}"
+            raise RefusedError(reason) from None
+        raise RefusedError(f"target {target}, {strategy}: {error}") from None
+    return next(each for each in known if each.path.name == name)
 
 
 def _find_report(artifacts: ArtifactStore, target: TargetSpec, strategy: str, draft: Artifact, where: str) -> Artifact:

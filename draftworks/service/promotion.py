@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.service import ServiceSpec
+from draftworks.errors import StoreError
 from draftworks.evaluation.report.comparison import compare_reports
 from draftworks.service.candidate import Candidate, RefusedError, find_candidate
 from draftworks.service.record import Canary, EvalFigures, InService
@@ -32,6 +33,8 @@ from draftworks.service.states import Accepted, forget_accepted, save_accepted
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.records import ReportIdentity
+from draftworks.storage.result_names import choose_name
+from draftworks.targets.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Request:
 
     Attributes:
         why: reason, for the record.
-        expected: digest of the draft that is to be replaced; None: the one that is in service when it is asked.
+        expected: name of the draft that is to be replaced, or its begin; None: the one that is in service when it is asked.
         force: overrules the rule; gates, weights of the target and files are checked all the same.
         share: of a canary; None for all requests.
     """
@@ -88,6 +91,7 @@ class Service:
         files: the target as it is now.
     """
 
+    registry: Registry
     target: TargetSpec
     files: TargetFiles
     strategy: str
@@ -127,7 +131,7 @@ class Service:
             ConflictError: another draft was put into service meanwhile, or another one than expected is.
         """
         if judgement.current is not None and judgement.is_in_service and request.share is None:
-            self._require_expected(request, judgement.current)
+            self._expect(request, judgement.current)
             return judgement.current
         if not judgement.accepted and not request.force:
             raise RefusedError(self._explain_refusal(judgement))
@@ -168,7 +172,7 @@ class Service:
         """Take back the last promotion: end a canary, or put the draft before into service; return the record.
 
         Args:
-            digest: a draft that was in service before; by default the one that the last promotion replaced.
+            digest: name, or its begin, of a draft that was in service before; by default the one that the last promotion replaced.
 
         Raises:
             RefusedError: there is nothing to go back to, its export is gone or damaged, or it was trained for other
@@ -259,15 +263,25 @@ class Service:
             figures=() if judgement is None else judgement.figures,
         )
 
-    def _require_expected(self, request: Request, now: InService) -> None:
-        if request.expected not in (None, now.draft.digest):
-            raise ConflictError(
-                f"target {self.target.name}, {self.strategy}: expected draft {request.expected} in service, found draft "
-                f"{now.draft.digest}: nothing is changed"
-            )
-
     def _expect(self, request: Request, seen: InService | None) -> str | None:
-        return request.expected if request.expected is not None else None if seen is None else seen.draft.digest
+        """Return the draft that has to be in service when the record is replaced.
+
+        Raises:
+            ConflictError: the draft that was asked for is not the one in service.
+        """
+        if request.expected is None or seen is None:
+            return request.expected if seen is None else seen.draft.digest
+        expected, reason = request.expected, ""
+        try:
+            expected = choose_name(expected, read_served_names(self.register.read_history()))
+        except StoreError as error:
+            reason = f" ({error})"
+        if expected != seen.draft.digest:
+            raise ConflictError(
+                f"target {self.target.name}, {self.strategy}: expected draft {expected} in service, found draft "
+                f"{seen.draft.digest}: nothing is changed{reason}"
+            )
+        return expected
 
     def _find_goal(self, history: Sequence[InService], digest: str | None) -> InService:
         seen = history[-1]
@@ -279,16 +293,16 @@ class Service:
                     "nothing to go back to"
                 )
             return found
+        try:
+            digest = choose_name(digest, read_served_names(history))
+        except StoreError as error:
+            raise RefusedError(
+                f"draft {digest} was never in service for {self.target.name}, {self.strategy}: {error}. Put another one "
+                "into service with draftworks promote"
+            ) from None
         if digest == seen.draft.digest:
             raise RefusedError(f"draft {digest} is in service already: nothing is changed")
-        known = [one for one in history if one.draft.digest == digest]
-        if not known:
-            there = dict.fromkeys(one.draft.digest for one in history[:-1])
-            raise RefusedError(
-                f"draft {digest} was never in service for {self.target.name}, {self.strategy}; these were: "
-                f"{', '.join(there) or 'none'}. Put another one into service with draftworks promote"
-            )
-        return known[-1]
+        return [one for one in history if one.draft.digest == digest][-1]
 
     def _require_usable(self, goal: InService, history: Sequence[InService], request: Request) -> None:
         """Raise RefusedError unless the draft of a former record can serve again."""
@@ -315,6 +329,11 @@ class Service:
                 f"draft {draft.digest} was trained for the weights {draft.target_digest}, the target's are "
                 f"{self.files.digest} now. Nothing is changed. --force puts it into service all the same"
             )
+
+
+def read_served_names(history: Sequence[InService]) -> dict[str, str]:
+    """Return the data version of each draft that was in service, by its name."""
+    return {one.draft.digest: one.draft.weights for one in history}
 
 
 def name_user() -> str:

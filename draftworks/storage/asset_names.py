@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+HELDOUT = "heldout"
+"""The eval set that is split off the training data of a target."""
+
 TARGET_MODEL = "target_model"
 DATASET = "dataset"
 RECIPE = "recipe"
@@ -34,7 +37,7 @@ class StrategyAssets(NamedTuple):
 
 
 class EvalSetAssets(NamedTuple):
-    """Names of the assets that exist once per eval set; `heldout` has no `conversations` of its own."""
+    """Names of the assets that exist once per eval set; the conversations of `heldout` hold the training part too."""
 
     conversations: str
     responses: str
@@ -51,4 +54,5 @@ def strategy_of_draft(asset: str) -> str:
 
 
 def of_eval_set(name: str) -> EvalSetAssets:
-    return EvalSetAssets(f"{name}_set", f"{name}_responses", f"{name}_eval_features")
+    conversations = CONVERSATIONS if name == HELDOUT else f"{name}_set"
+    return EvalSetAssets(conversations, f"{name}_responses", f"{name}_eval_features")

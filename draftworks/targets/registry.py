@@ -26,6 +26,7 @@ from draftworks.config.registry_files import (
 from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.config.validation import load_yaml, parse_spec
 from draftworks.errors import ConfigError
+from draftworks.storage.asset_names import HELDOUT
 from draftworks.storage.names import require_name
 
 KINDS = ("targets", "datasets", "evals")
@@ -34,8 +35,6 @@ DEPLOYMENT = "deployment.yaml"
 _INVALID_KEY = re.compile(r"\.\.\.|[\x00-\x1f\x7f]|[\ud800-\udfff]")
 """Characters that Dagster does not allow in a partition key. A name that is invalid otherwise is still a partition, and
 the first step of its run reports the problem."""
-HELDOUT = "heldout"
-"""The built-in eval set: data rows split off a target's own conversations."""
 
 
 @dataclass(frozen=True)

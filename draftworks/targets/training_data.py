@@ -1,13 +1,15 @@
-"""The data that a target's drafts are trained on: its data set, or its mix with weights. Torch-free; no row is parsed."""
+"""The data that a target's drafts are trained and measured on, and its identities. Torch-free; no row is parsed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from draftworks.config.registry_files import DatasetSpec, TargetSpec
+from draftworks.config.registry_files import DatasetSpec, EvalSpec, TargetSpec
 from draftworks.data.slice_weights import SlicePlan, read_plan
 from draftworks.data.sources import digest_dataset, find_dataset_files
 from draftworks.errors import ConfigError
+from draftworks.storage.asset_names import HELDOUT
+from draftworks.storage.data_records import ConversationsIdentity, EvalSetIdentity
 from draftworks.storage.identity import FileDigests, digest
 from draftworks.targets.registry import Registry
 
@@ -51,3 +53,45 @@ def digest_training_data(target: TargetSpec, registry: Registry, digests: FileDi
         return versions[0]
     named = [[spec.name, version] for spec, version in zip(specs, versions)]
     return digest(["mix", named, None if plan is None else plan.identity])
+
+
+def identify_conversations(target: TargetSpec, dataset: str | None, vocab_size: int | None) -> ConversationsIdentity:
+    """Return the identity of the conversations that are trained on and of `heldout`.
+
+    Args:
+        dataset: content digest of the training data.
+    """
+    data = target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"})
+    return ConversationsIdentity(dataset, data, vocab_size)
+
+
+def identify_eval_set(
+    target: TargetSpec, spec: EvalSpec, dataset: str | None, vocab_size: int | None
+) -> EvalSetIdentity:
+    """Return the identity of the conversations of a named eval set.
+
+    Args:
+        dataset: content digest of its data set.
+    """
+    return EvalSetIdentity(
+        dataset=dataset,
+        max_conversations=spec.max_conversations,
+        max_rejected_share=target.data.max_rejected_share,
+        vocab_size=vocab_size,
+        held_out_share=target.data.held_out_share if spec.part == "held_out" else None,
+    )
+
+
+def identify_eval_data(
+    name: str, target: TargetSpec, vocab_size: int, registry: Registry, digests: FileDigests
+) -> ConversationsIdentity | EvalSetIdentity:
+    """Return the identity that the conversations of an eval set, named or `heldout`, would have if made now.
+
+    Raises:
+        DraftworksError: its data set or a file of it cannot be read.
+    """
+    if name == HELDOUT:
+        return identify_conversations(target, digest_training_data(target, registry, digests), vocab_size)
+    spec = registry.load_eval_set(name)
+    dataset = digest_dataset(registry.load_dataset(spec.dataset), registry.root, digests)
+    return identify_eval_set(target, spec, dataset, vocab_size)

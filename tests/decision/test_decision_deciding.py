@@ -33,6 +33,22 @@ def served(site: DecisionSite) -> DecisionSite:
     return site
 
 
+def test_nothing_is_decided_once_the_data_set_or_the_held_out_share_has_changed(served: DecisionSite):
+    (served.registry / "datasets" / "chats.yaml").write_text("files: [chats.jsonl]\n")
+    (served.registry / "chats.jsonl").write_text("{}\n")
+    edit(served, dataset="chats")
+    served.publish_conversations()
+    assert served.decide().choice is KEEP
+    edit(served, data={"held_out_share": 0.3})
+    with pytest.raises(NotMeasuredError, match="data of eval set heldout.*draftworks run evaluate --target small"):
+        served.decide()
+    served.publish_conversations()
+    assert served.decide().choice is KEEP
+    (served.registry / "chats.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(NotMeasuredError, match="data of eval set heldout"):
+        served.decide()
+
+
 def put(site: DecisionSite, name: str, accepted: float, answers: str = "first", **identity: object) -> str:
     """Publish a draft and put it into service."""
     digest = site.complete(site.publish_draft(name, **identity), accepted, answers)

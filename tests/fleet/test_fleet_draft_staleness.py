@@ -10,10 +10,12 @@ import yaml
 from measured_fleet import MeasuredFleet, may, walk
 
 from draftworks.config.strategies import resolve_strategy
-from draftworks.data.sources import digest_dataset
 from draftworks.fleet import leaderboard_views as views
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.storage.artifacts import BuildResult
+from draftworks.targets.registry import HELDOUT
+from draftworks.targets.resolve import resolve_target
+from draftworks.targets.training_data import identify_eval_data
 
 NAME = "one"
 
@@ -42,8 +44,9 @@ class TrainedFleet(MeasuredFleet):
 
     def prepare(self, tokens: str = "tokens") -> None:
         fleet, target = Fleet.of(self.registry), self.registry.load_target(NAME)
-        data = digest_dataset(fleet.registry.load_dataset("none"), fleet.registry.root, fleet.digests)
-        self.publish("conversations", NAME, "c", {"dataset": data, "data": target.data.to_identity()})
+        files = resolve_target(target, fleet.registry, fleet.digests)
+        made_from = identify_eval_data(HELDOUT, target, files.vocab_size, fleet.registry, fleet.digests)
+        self.publish("conversations", NAME, "c", made_from.to_json())
         answers = {
             "responses": target.responses.to_identity(),
             "max_length": target.max_length,

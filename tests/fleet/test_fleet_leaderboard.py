@@ -94,7 +94,8 @@ def test_a_row_says_what_it_is_stale_against(fleet):
     (fleet.model("one") / "model.safetensors").write_text("of a new model")
     found = fleet.standing("one")
     assert set(found.stale_against) == {"weights of the target", "eagle3 draft"}
-    assert found.latest.draft == "first draft"
+    [first] = [one for one in fleet.artifacts.list_all("eagle3_draft", "one") if one.data_version == "first draft"]
+    assert found.latest.draft == first.path.name
 
 
 def test_a_target_whose_model_is_gone_keeps_its_value_and_says_so(fleet):

@@ -8,6 +8,7 @@ import time
 
 import dagster as dg
 import pytest
+import yaml
 from dagster._core.definitions.sensor_definition import SensorExecutionData
 from fleets import Fleet
 
@@ -63,6 +64,11 @@ def change_options(fleet: Fleet) -> None:
 
 def change_named_set(fleet: Fleet) -> None:
     (fleet.registry / "chats.jsonl").write_text("{}\n{}\n")
+
+
+def set_share(fleet: Fleet, share: float) -> None:
+    entry = yaml.safe_load(fleet.target_file("two").read_text())
+    fleet.target_file("two").write_text(yaml.safe_dump({**entry, "data": {"held_out_share": share}}))
 
 
 CHANGES = [
@@ -123,6 +129,32 @@ def test_new_files_of_a_named_eval_set_are_asked_for(fleet, instance):
     assert requested(result) == ["two"]
     assert because(result) == "changed: eval set chats"
     assert requested(tick(fleet, instance, result.cursor)) == []
+
+
+@pytest.mark.parametrize("change", [change_named_set, lambda fleet: set_share(fleet, 0.3)])
+def test_new_training_files_or_another_held_out_share_are_asked_for_until_they_are_measured(fleet, instance, change):
+    with_named_eval_set(fleet)
+    entry = {"model": "models/two", "dataset": "chats"}
+    fleet.target_file("two").write_text(yaml.safe_dump(entry))
+    fleet.publish_set("two", "heldout")
+    fleet.publish_report("two")
+    before = tick(fleet, instance)
+    assert requested(before) == []
+    change(fleet)
+    result = tick(fleet, instance, before.cursor)
+    assert requested(result) == ["two"]
+    assert because(result) == "changed: eval set heldout"
+    fleet.publish_set("two", "heldout")
+    fleet.publish_report("two")
+    assert requested(tick(fleet, instance, result.cursor)) == []
+
+
+def test_another_choice_of_a_named_eval_set_is_asked_for(fleet, instance):
+    with_named_eval_set(fleet)
+    fleet.publish_set("two", "chats")
+    fleet.publish_report("two")
+    (fleet.registry / "evals" / "chats.yaml").write_text("dataset: chats\nmax_conversations: 5\n")
+    assert because(tick(fleet, instance)) == "changed: eval set chats"
 
 
 def test_a_new_draft_without_a_report_is_asked_for(fleet, instance):

@@ -50,7 +50,7 @@ def test_the_first_draft_of_a_target_needs_no_comparison(site: ServiceSite):
     assert (record.number, record.draft.digest, record.previous, record.why) == (1, first, None, "first")
     assert [one.verdict for one in record.figures] == ["first"]
     folder = resolve_draft(site.artifacts.root, "small", "eagle3")
-    assert (folder / "model.safetensors").read_text() == "weights of a"
+    assert (folder / "model.safetensors").read_text() == record.draft.weights
     assert read_states(site.open().register) == {first: State.PROMOTED}
     assert site.promote() == record  # again: nothing changes
 
@@ -132,7 +132,7 @@ def test_a_draft_of_other_weights_or_of_another_target_is_refused(site: ServiceS
     elsewhere = site.publish("x", 1.0, target="other")
     site.publish("a", 1.0)
     refuse(site, f"draft {elsewhere} is an eagle3_draft of target other", partial(site.promote, elsewhere))
-    refuse(site, "has no eagle3 draft 0123; there are", partial(site.promote, "0123"))
+    refuse(site, "small, eagle3: no draft '0123'; there are", partial(site.promote, "0123"))
     refuse(site, "not a name", partial(site.promote, "../x"))
     site.promote()
     site.add_target("small", weights="second")

@@ -13,6 +13,8 @@ from draftworks.decision.record import Decision
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_eval_set
+from draftworks.storage.identity import digest
+from draftworks.targets.training_data import identify_eval_data
 
 HOUR = {"seconds": 3600.0, "world_size": 2}
 
@@ -44,6 +46,14 @@ class DecisionSite(ServiceSite):
     ) -> Artifact:
         values = accepted if isinstance(accepted, Mapping) else dict.fromkeys(["heldout", *self.evals], accepted)
         return self.publish_report(draft, values, answers, prompts)
+
+    def publish_conversations(self, eval_set: str = "heldout") -> None:
+        """The conversations of an eval set, as they would be made of the files and settings of now."""
+        service = self.open()
+        vocab_size, digests = service.files.vocab_size, service.artifacts.digests
+        identity = identify_eval_data(eval_set, service.target, vocab_size, service.registry, digests).to_json()
+        built = BuildResult(digest(identity))
+        self.artifacts.obtain(of_eval_set(eval_set).conversations, service.target.name, identity, lambda out: built)
 
     def load_draft(self, digest: str) -> Artifact:
         [found] = [each for each in self.artifacts.list_all("eagle3_draft", "small") if each.path.name == digest]

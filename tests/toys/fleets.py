@@ -11,6 +11,9 @@ from typing import Any
 import yaml
 
 from draftworks.storage.artifacts import Artifact, BuildResult
+from draftworks.storage.asset_names import of_eval_set
+from draftworks.storage.identity import digest
+from draftworks.targets.training_data import identify_eval_data
 from resources.workspace import Workspace
 
 
@@ -72,10 +75,12 @@ class Fleet:
         self._publish(f"{name}_eval_features", target, version, identity, {"stream_versions": streams})
 
     def publish_set(self, target: str, name: str) -> None:
-        """A named eval set of the data set's files as they are."""
-        registry = self.workspace.registry
-        version = self.workspace.read_dataset_version(registry.load_dataset(registry.load_eval_set(name).dataset))
-        self._publish(f"{name}_set", target, version, {"dataset": version})
+        """An eval set, named or `heldout`, of the data set's files and the settings as they are."""
+        workspace = self.workspace
+        spec, files = workspace.registry.load_target(target), workspace.resolve_target_files(target)
+        identity = identify_eval_data(name, spec, files.vocab_size, workspace.registry, workspace.digests).to_json()
+        version = digest(identity)
+        self._publish(of_eval_set(name).conversations, target, version, identity)
         self.publish_eval_data(target, version, name)
 
     def publish_draft(self, target: str, version: str, strategy: str = "eagle3", **identity: Any) -> None:

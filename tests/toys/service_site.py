@@ -27,6 +27,7 @@ from draftworks.service.record import InService
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.asset_names import of_eval_set, of_strategy
 from draftworks.storage.atomic import publish_json
+from draftworks.storage.identity import digest
 from draftworks.storage.manifest import FileManifest
 from draftworks.targets.registry import Registry
 
@@ -93,7 +94,7 @@ class ServiceSite:
     ) -> Artifact:
         files = self.open(target).files
         identity = {"name": name, "target": files.digest, **identity}
-        built = BuildResult(f"weights of {name}", dict(summary or {}))
+        built = BuildResult(digest(f"weights of {name}"), dict(summary or {}))
         return self.artifacts.obtain(of_strategy(self.strategy).draft, target, identity, lambda out: built)
 
     def publish_report(
