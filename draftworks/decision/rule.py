@@ -181,8 +181,8 @@ def _explain(evidence: LossEvidence, loss: Loss, choice: Choice, margins: Margin
         return ""
     if _has_few_reference_prompts(evidence, margins):
         return (
-            f"the former figure is of {format_count(evidence.reference_prompts, 'prompt')}, at least {margins.least_prompts} are needed, and "
-            "it cannot be measured again"
+            f"the former figure is of {format_count(evidence.reference_prompts, 'prompt')}, at least "
+            f"{margins.least_prompts} are needed, and it cannot be measured again"
         )
     found = count_prompts_to_decide(evidence, loss, margins)
     few = (

@@ -121,12 +121,8 @@ def _attempt(
     refused = posted.status in REFUSED_STATUSES and attempts >= REFUSALS
     if refused or now() - message.began > GIVE_UP_S:
         box.record_refused(message)
-        return _Said(
-            True,
-            [
-                f"{spec.channel}: given up: {format_count(count, 'event')} after {format_count(attempts, 'attempt')}: {problem}"
-            ],
-        )
+        lost, tried = format_count(count, "event"), format_count(attempts, "attempt")
+        return _Said(True, [f"{spec.channel}: given up: {lost} after {tried}: {problem}"])
     pause_s = posted.retry_after_s or FIRST_PAUSE_S * 2 ** min(attempts - 1, 12)
     later = now() + min(pause_s, LONGEST_PAUSE_S)
     box.save(replace(message, attempts=attempts, not_before=later, problem=problem))

@@ -69,9 +69,8 @@ def list_notes(standings: Sequence[ServerStanding]) -> list[str]:
         if one.now is not None and one.baseline is None:
             found.append("the first hours of this draft are not over: nothing to compare with yet")
         if one.restarts or one.gaps:
-            found.append(
-                f"{format_count(one.restarts, 'restart')}, {format_count(one.gaps, 'gap')} of more than {GAP_S / 3600:g} h in the series"
-            )
+            restarts, gaps = format_count(one.restarts, "restart"), format_count(one.gaps, "gap")
+            found.append(f"{restarts}, {gaps} of more than {GAP_S / 3600:g} h in the series")
         notes += [f"{one.server}: {each}" for each in found]
     return notes
 

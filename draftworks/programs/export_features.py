@@ -42,7 +42,8 @@ def export_features(
         raise typer.Exit(1) from None
     ids = " ".join(map(str, record["target_layer_ids"]))
     typer.echo(
-        f"{out}: {format_count(record['samples'], 'sample')}, {record['tokens']:,} tokens, streams {', '.join(record['streams'])}"
+        f"{out}: {format_count(record['samples'], 'sample')}, {record['tokens']:,} tokens, "
+        f"streams {', '.join(record['streams'])}"
     )
     typer.echo(
         f"train with: --data-path {out} --target-layer-ids {ids} --hidden-states-backend {record['transfer']} "

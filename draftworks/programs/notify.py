@@ -42,9 +42,8 @@ def notify(
                 unset = [name for name in (spec.url_env, spec.api_key_env) if name and not os.environ.get(name)]
                 missing = f"; not set in this environment: {', '.join(unset)}" if unset else ""
                 last = f"; attempt {message.attempts} failed: {message.problem}" if message and message.problem else ""
-                typer.echo(
-                    f"{spec.channel}: {', '.join(spec.events)}; {format_count(box.count_pending(), 'event')} waiting{missing}{last}"
-                )
+                pending = f"{format_count(box.count_pending(), 'event')} waiting"
+                typer.echo(f"{spec.channel}: {', '.join(spec.events)}; {pending}{missing}{last}")
                 continue
             posted = send_test(spec)
             failed = failed or bool(posted.problem)

@@ -75,7 +75,8 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
         done = worker.run()
     seconds = time.monotonic() - started
     ctx.log(
-        f"{name}: {format_count(done.captured, 'sample')} captured in {format_count(done.tasks, 'task')}, {done.waited_s:.1f} of {seconds:.1f} s waiting"
+        f"{name}: {format_count(done.captured, 'sample')} captured in {format_count(done.tasks, 'task')}, "
+        f"{done.waited_s:.1f} of {seconds:.1f} s waiting"
     )
     report = {
         "tasks": done.tasks,

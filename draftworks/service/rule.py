@@ -167,7 +167,8 @@ def describe_figures(found: EvalFigures) -> str:
         return f"{found.eval_set}: {found.verdict.replace('_', '-')}: {found.reason}"
     carried = f", which is {found.carried:.3f} behind the best one" if found.carried else ""
     said = f"{found.eval_set}: {found.verdict.replace('_', '-')}: {found.difference:+.3f} accepted tokens per pass "
-    said += f"({found.low:+.3f} to {found.high:+.3f}, {format_count(found.prompts, 'prompt')}) against draft {found.reference}{carried}; "
+    said += f"({found.low:+.3f} to {found.high:+.3f}, {format_count(found.prompts, 'prompt')}) "
+    said += f"against draft {found.reference}{carried}; "
     return said + f"allowed {-found.margin:+.3f}" + (f"; {found.reason}" if found.reason else "")
 
 
