@@ -17,12 +17,16 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig  # pyright: ignore[reportMissingImports]
 from speculators.losses import resolve_loss_config  # pyright: ignore[reportMissingImports]
+from speculators.models.dflash2.metrics import (  # pyright: ignore[reportMissingImports]
+    compute_metrics as compute_dflash2_metrics,
+)
+from speculators.models.dflash2.metrics import selector_training_candidates  # pyright: ignore[reportMissingImports]
 from speculators.models.peagle.data import generate_cod_sample_indices  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
@@ -114,6 +118,51 @@ def compute_dflash_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> 
     return heads[0][0, 1 : 1 + len(inputs["drawn"])]
 
 
+def compute_dflash2_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the scores of the selector's candidates; -inf for all other tokens."""
+    block = run_dflash2(model, inputs)
+    candidates, scores = model.candidate_selector.select(block.unary, block.hidden, block.before)
+    return torch.full_like(block.unary, -torch.inf).scatter(1, candidates, scores)
+
+
+def compute_dflash2_losses(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the cross-entropies (2,) of the head and of the selector, had the drawn tokens been the target's choices."""
+    block, selector, labels = run_dflash2(model, inputs), model.candidate_selector, inputs["drawn"]
+    candidates = block.unary.topk(selector.top_k, dim=-1).indices
+    taught, places, contained = selector_training_candidates(candidates, labels)
+    scores = selector.score_candidates(block.unary, block.hidden, block.before, taught)
+    certain = 1e4 * nn.functional.one_hot(labels, block.unary.shape[1]).float()
+    counts = torch.cat([torch.zeros(1), torch.ones(len(labels))])  # the anchor's own place does not
+    after_anchor = (
+        torch.cat([rows[:1], rows])[None] for rows in (block.unary, certain, taught, scores, places, contained)
+    )
+    _, metrics = compute_dflash2_metrics(
+        *after_anchor,
+        loss_mask=counts[None],
+        block_size=len(counts),
+        top_k=selector.top_k,
+        loss_config=resolve_loss_config("ce", "eager"),
+        tv_loss_fn=EAGER_TV,
+        gamma=4.0,
+    )
+    return torch.stack([metrics[f"{part}_loss_sum"] for part in ("unary", "selector")])
+
+
+class DFlash2Block(NamedTuple):
+    """Of the proposing places: logits (k, V), states (k, H) as the head reads them, and the tokens before them (k,)."""
+
+    unary: Tensor
+    hidden: Tensor
+    before: Tensor
+
+
+def run_dflash2(model: SpeculatorModel, inputs: dict[str, Tensor]) -> DFlash2Block:
+    drawn, heads, states = inputs["drawn"], record_outputs(model.lm_head), record_outputs(model.norm)
+    run_block(model, inputs, tv_loss_fn=EAGER_TV)
+    unary, hidden = (outputs[0][0, 1 : 1 + len(drawn)] for outputs in (heads, states))
+    return DFlash2Block(unary, hidden, torch.cat([inputs["next_tokens"][-1:], drawn[:-1]]))
+
+
 def compute_dspark_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
     """Return the head's logits plus those of the Markov head, which runs once per block or once per place."""
     drawn, heads = len(inputs["drawn"]), record_outputs(model.lm_head)
@@ -189,6 +238,7 @@ LOGITS = {
     "eagle3": compute_eagle3_logits,
     "peagle": compute_peagle_logits,
     "dflash": compute_dflash_logits,
+    "dflash2": compute_dflash2_logits,
     "dspark": compute_dspark_logits,
     "xpress": compute_xpress_logits,
 }
@@ -207,6 +257,8 @@ def judge(case: dict[str, str]) -> Verdict:
             outputs: dict[str, Tensor | None] = {"logits": LOGITS[kind](model.float(), inputs)}
             if kind == "dspark":
                 outputs["confidence"] = compute_dspark_confidence(model, inputs)
+            if kind == "dflash2":
+                outputs["losses"] = compute_dflash2_losses(model, inputs)
             save_file({name: each.contiguous() for name, each in outputs.items() if each is not None}, case["logits"])
     except Exception as error:  # any error of the library is the answer
         return Verdict(error=f"{type(error).__name__}: {error}")

@@ -46,8 +46,8 @@ class ImportedDraft:
 def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means: str | None = None) -> ImportedDraft:
     """Import a checkpoint, of whatever known format, as a canonical draft into `out`, a new folder, complete or absent.
 
-    Known are our own drafts, speculators (EAGLE-3, P-EAGLE, DFlash, DSpark), SGLang's EAGLE-3 with its relatives from
-    SpecForge and ModelOpt, z-lab's DFlash and Domino, and DSpark of SpecForge, DeepSpec and ModelOpt. Weights become
+    Known are our own drafts, speculators (EAGLE-3, P-EAGLE, DFlash, DFlash 2, DSpark), SGLang's EAGLE-3 with its relatives from
+    SpecForge and ModelOpt, z-lab's DFlash, DFlash 2 and Domino, and DSpark of SpecForge, DeepSpec and ModelOpt. Weights become
     fp32 without loss.
 
     Args:

@@ -28,6 +28,8 @@ OBJECTIVES = [
     Case("dflash", {"weighting": "dpace"}),
     Case("dflash", {"weighting": "dpace_cumulative_confidence"}),
     Case("dflash", {"weighting": "dpace_continuation_value"}),
+    Case("dflash2"),
+    Case("dflash2", {"weighting": "dpace"}),
     Case("domino"),
     Case("domino", {"weighting": "dpace"}),
     Case("dspark"),

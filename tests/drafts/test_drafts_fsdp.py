@@ -22,7 +22,7 @@ class Sharded(NamedTuple):
     folder: Path
 
 
-NAMES = ["eagle3", "dflash", "domino", "dspark", "lilicorr", "peagle", "xpress"]
+NAMES = ["eagle3", "dflash", "dflash2", "domino", "dspark", "lilicorr", "peagle", "xpress"]
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ class Case:
 @dataclass(frozen=True)
 class Findings:
     """See `Verdict` in tools/speculators_logits.py. Where there was a question and no error: `logits` (k, V_d), and
-    `confidence` (k,) of a draft with such a head."""
+    `confidence` (k,) of a draft with such a head, and DFlash 2's `losses` (2,)."""
 
     error: str | None
     missing: list[str]
@@ -46,6 +46,7 @@ class Findings:
     unequal: list[str]
     logits: Tensor | None = None
     confidence: Tensor | None = None
+    losses: Tensor | None = None
 
     @property
     def loads(self) -> bool:

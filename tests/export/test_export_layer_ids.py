@@ -21,6 +21,8 @@ TABLE = [
     ("sglang_eagle3", EAGLE3, [1, 17, 32]),  # SpecForge's default: [1, n // 2 - 1, n - 4]
     ("speculators_dflash", DFLASH, [2, 10, 18, 26, 34]),
     ("zlab_dflash", DFLASH, [1, 9, 17, 25, 33]),  # as in the published draft for Qwen3-8B
+    ("zlab_dflash2", DFLASH, [1, 9, 17, 25, 33]),
+    ("speculators_dflash2", DFLASH, [2, 10, 18, 26, 34]),
     ("zlab_domino", DFLASH, [1, 9, 17, 25, 33]),
     ("zlab_dspark", DFLASH, [1, 9, 17, 25, 33]),  # as in the published recipes for Qwen3-4B
     ("speculators_dspark", DFLASH, [2, 10, 18, 26, 34]),

@@ -18,11 +18,13 @@ from random_exports import (
     sglang_eagle3,
     sglang_lilicorr,
     speculators_dflash,
+    speculators_dflash2,
     speculators_dspark,
     speculators_eagle3,
     speculators_peagle,
     speculators_xpress,
     zlab_dflash,
+    zlab_dflash2,
     zlab_domino,
     zlab_dspark,
 )
@@ -41,6 +43,8 @@ def exports(tiny_folder, tiny_tensors) -> dict[str, RandomExport]:
         "speculators_peagle": speculators_peagle(tiny_folder),
         "zlab_dflash": zlab_dflash(),
         "speculators_dflash": speculators_dflash(tiny_folder, draft_vocab=DRAFT_VOCAB),
+        "zlab_dflash2": zlab_dflash2(),
+        "speculators_dflash2": speculators_dflash2(tiny_folder),
         "zlab_domino": zlab_domino(),
         "zlab_dspark": zlab_dspark(markov_head_type="rnn"),
         "sglang_lilicorr": sglang_lilicorr(),
@@ -96,7 +100,7 @@ def test_a_stream_that_the_target_does_not_have_is_named(exports, ask, question)
 
 @pytest.mark.parametrize(
     "export_format",
-    ["sglang_eagle3", "speculators_eagle3", "zlab_domino", "zlab_dspark", "speculators_dspark"],
+    ["sglang_eagle3", "speculators_eagle3", "zlab_dflash2", "zlab_domino", "zlab_dspark", "speculators_dspark"],
 )
 def test_a_step_of_a_chain_depends_on_the_tokens_before_it_alone(export_format, exports, ask, question):
     said, drawn = ask(export_format, exports[export_format]), question.drawn.clone()

@@ -14,7 +14,7 @@ from draftworks.export.exporting import choose_formats, export_draft
 from draftworks.export.importing import import_draft
 from draftworks.export.same_logits import compare_with_reader
 
-BLOCKS = {"dflash": "zlab_dflash", "domino": "zlab_domino", "dspark": "zlab_dspark"}
+BLOCKS = {"dflash": "zlab_dflash", "dflash2": "zlab_dflash2", "domino": "zlab_domino", "dspark": "zlab_dspark"}
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_an_independent_reader_with_the_servers_embeddings_computes_the_same(gem
     assert found.largest > 0.1
 
 
-@pytest.mark.parametrize("strategy", ["dflash", "dspark"])
+@pytest.mark.parametrize("strategy", ["dflash", "dflash2", "dspark"])
 def test_formats_whose_loaders_look_up_unscaled_embeddings_are_left_out(gemma: Toys, strategy: str):
     choice = choose_formats(gemma.draft(strategy))
     assert choice.chosen == (BLOCKS[strategy],)

@@ -17,6 +17,7 @@ JUDGE = Path(__file__).with_name("sglang_config_judge.py")
 ARCHITECTURES = {
     "sglang_eagle3": "LlamaForCausalLMEagle3",
     "zlab_dflash": "DFlashDraftModel",
+    "zlab_dflash2": "DFlash2DraftModel",
     "zlab_domino": "DFlashDraftModel",
     "zlab_dspark": "DSparkDraftModel",
     "sglang_lilicorr": "LiLiCorrDraftModel",

@@ -13,10 +13,13 @@ from speculators_judge import Case, Findings, Question
 from test_export_importing import assert_same_draft
 from torch import Tensor
 
+from draftworks.drafts.anchors import place_blocks
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import export_draft
 from draftworks.export.importing import import_draft
+from draftworks.strategies.dflash.loss import decaying_weights
+from draftworks.strategies.dflash2.loss import DFlash2Objective
 
 pytestmark = pytest.mark.speculators
 
@@ -91,6 +94,24 @@ def test_the_library_computes_what_our_drafter_proposes(name, end, exports, find
     ours = exports[name].probabilities[:, exports[name].draft_ids]
     theirs = findings[f"{name}-{end}"].logits.log_softmax(-1)
     torch.testing.assert_close(ours.log(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [str(case) for case in EXPORTS if case.strategy == "dflash2"])
+def test_the_library_and_our_training_have_the_same_loss_of_the_backbone_and_of_the_selector(name, exports, findings):
+    one = exports[name]
+    strategy, question, labels = one.draft.build_strategy(), one.question, one.question.drawn[None, None]
+    after = question.features.new_zeros(1 + labels.shape[-1], question.features.shape[1])
+    result = strategy.model(
+        torch.cat([question.next_tokens[:1], question.next_tokens, question.drawn])[None],
+        torch.cat([question.features, after])[None],
+        place_blocks(torch.arange(ROWS + len(after))[None] == ROWS, strategy.options.block_size),
+        labels,
+        torch.ones_like(labels, dtype=torch.bool),
+        DFlash2Objective(decaying_weights(4.0), 0.5, strategy.options.selector_top_k, chunk_blocks=1),
+    )
+    unary, selector = findings[f"{name}-eager"].losses
+    # The library divides by the number of labels, and 1e-5.
+    torch.testing.assert_close(result.loss, (unary + 0.5 * selector) * (labels.numel() + 1e-5), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [str(case) for case in EXPORTS])

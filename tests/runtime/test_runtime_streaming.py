@@ -37,6 +37,7 @@ OPTIONS_OF = {
         "intermediate_size": 32,
     },
     "dflash": BLOCKS,
+    "dflash2": BLOCKS,
     "domino": BLOCKS,
     "dspark": BLOCKS,
     "xpress": BLOCKS | {"refiner_rank": 6},

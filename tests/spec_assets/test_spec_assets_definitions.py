@@ -93,7 +93,7 @@ def test_odd_files_take_no_other_target_down(site):
 
 def test_the_jobs_are_those_of_the_design():
     names = {job.name for job in build_definitions(REGISTRY).resolve_all_job_defs()} - {"__ASSET_JOB"}
-    strategies = "eagle3", "dflash", "domino", "dspark", "lilicorr", "mtp", "peagle", "xpress"
+    strategies = "eagle3", "dflash", "dflash2", "domino", "dspark", "lilicorr", "mtp", "peagle", "xpress"
     trainings = {f"train_{name}" for name in strategies}
     rest = {"resolve", "prepare", "evaluate", "serve", "leaderboard", "judge_fp8", "prune", "everything"}
     assert names == trainings | rest

@@ -39,6 +39,7 @@ OPTIONS: Mapping[str, list[dict[str, Any]]] = {
         {"weighting": "dpace_cumulative_confidence"},
         {"weighting": "dpace_continuation_value"},
     ],
+    "dflash2": [{}, {"gamma": 2.0}, {"weighting": "dpace"}, {"selector_loss_alpha": 0.3, "conv_kernel_size": 3}],
     "domino": [
         {},
         {"gamma": 2.0},

@@ -25,6 +25,7 @@ OPTIONS = {
     "eagle3": {"ttt_length": 2, "draft_vocab_size": VOCAB, "layer_ids": LAYERS},
     "peagle": {"num_depths": 2, "num_layers": 1, "draft_vocab_size": VOCAB, "layer_ids": LAYERS},
     "dflash": BLOCKS,
+    "dflash2": {**BLOCKS, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
     "domino": {**BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
     "dspark": {**BLOCKS, "markov_rank": 6},
     "xpress": {**BLOCKS, "refiner_rank": 6},

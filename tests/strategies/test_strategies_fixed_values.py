@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_reference import dflash_sums, domino_sums, dspark_sums, lilicorr_sums, xpress_sums
+from block_reference import dflash2_sums, dflash_sums, domino_sums, dspark_sums, lilicorr_sums, xpress_sums
 from dflash_toys import anchors_drawn, side_by_side
 from eagle3_reference import reference
 from fixed_values import CASES, HALFWAY, NAMES, projections, samples
@@ -81,6 +81,7 @@ def _blocks(strategy: DraftStrategy) -> tuple[torch.Tensor, dict[str, list[float
     anchors = anchors_drawn(strategy, strategy.collate(drawn, NAMES), HALFWAY.global_step)
     of = {
         "dflash": dflash_sums,
+        "dflash2": dflash2_sums,
         "domino": lambda *given: domino_sums(
             *given, options.compute_lambda_base(HALFWAY.global_step, HALFWAY.total_steps)
         ),

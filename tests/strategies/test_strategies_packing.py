@@ -18,6 +18,8 @@ from draftworks.evaluation.ladder.replay import replay
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.dflash2.options import DFlash2Options
+from draftworks.strategies.dflash2.strategy import DFlash2Strategy
 from draftworks.strategies.domino.options import DominoOptions
 from draftworks.strategies.domino.strategy import DominoStrategy
 from draftworks.strategies.dspark.options import DSparkOptions
@@ -42,6 +44,7 @@ VARIANTS = {
     "dflash specforge": ("dflash", {"loss": "specforge"}),
     "dflash dpace": ("dflash", {"weighting": "dpace"}),
     "dflash specforge dpace eager": ("dflash", {"loss": "specforge", "weighting": "dpace", "attention": "eager"}),
+    "dflash2": ("dflash2", {"conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}),
     "domino": ("domino", {"emb_dim": 6, "gru_hidden_dim": 5}),
     "dspark": ("dspark", {"markov_rank": 5, "gamma": 2.0}),
     "dspark rnn dpace": ("dspark", {"markov_rank": 5, "markov_head_type": "rnn", "weighting": "dpace"}),
@@ -53,6 +56,7 @@ VARIANTS = {
 }
 BLOCK_STRATEGIES = {
     "dflash": (DFlashStrategy, DFlashOptions),
+    "dflash2": (DFlash2Strategy, DFlash2Options),
     "domino": (DominoStrategy, DominoOptions),
     "dspark": (DSparkStrategy, DSparkOptions),
     "xpress": (XPressStrategy, XPressOptions),
@@ -172,7 +176,7 @@ def test_every_row_proposes_what_it_does_alone_up_to_the_last_of_a_sample(varian
     assert torch.equal(together, torch.cat(alone, dim=1))
 
 
-@pytest.mark.parametrize("variant", ["dflash", "domino", "dspark", "lilicorr"])
+@pytest.mark.parametrize("variant", ["dflash", "dflash2", "domino", "dspark", "lilicorr"])
 def test_a_packed_row_is_walked_in_as_few_passes_as_its_samples_padded(variant: str) -> None:
     """Each goes over the context of the whole row."""
     strategy, samples = strategy_of(variant), samples_of([[True] * 90] * 3)

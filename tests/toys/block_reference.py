@@ -1,4 +1,4 @@
-"""Losses and metric sums of DFlash, Domino, DSpark and XPress, one block and one label at a time, from the logits of their readers."""
+"""Losses and metric sums of DFlash, DFlash 2, Domino, DSpark and XPress, one block and one label at a time, from the logits of their readers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from reference_readers import dflash_reader, domino_reader, dspark_reader, lilicorr_reader, xpress_reader
+from reference_readers import (
+    dflash2_reader,
+    dflash_reader,
+    domino_reader,
+    dspark_reader,
+    lilicorr_reader,
+    xpress_reader,
+)
 from torch import Tensor
 
 from draftworks.drafts.strategy import DraftStrategy
@@ -75,6 +82,37 @@ def dflash_sums(strategy: DraftStrategy, sample: dict[str, Tensor], features: Te
     for block in _blocks(strategy, sample, features, anchors, places):
         ce = block.cross_entropies(reader.logits(block.features, block.next_tokens, block.labels))
         total.loss = total.loss + (ce * weigh(strategy, ce.detach(), block.label_mask)).sum()
+    return total
+
+
+def dflash2_sums(strategy: DraftStrategy, sample: dict[str, Tensor], features: Tensor, anchors: list[int]) -> Sums:
+    total, reader, options = _no_sums(features), dflash2_reader(strategy), strategy.options
+    places = options.block_size - 1
+    for block in _blocks(strategy, sample, features, anchors, places):
+        asked = (block.features, block.next_tokens, block.labels)
+        unary, scores, served = reader.backbone.logits(*asked), reader.scores(*asked), reader.logits(*asked)
+        ce = block.cross_entropies(unary)
+        chosen, path_right, base_right = [], True, True
+        for place, label in enumerate(block.labels.tolist()):
+            likeliest = unary[place].argsort(descending=True)[: options.selector_top_k].tolist()
+            taught = likeliest if label in likeliest else [*likeliest[:-1], label]
+            chosen.append(scores[place, taught].logsumexp(-1) - scores[place, label])
+            if block.label_mask[place]:
+                right = int(served[place].argmax()) == label
+                path_right, base_right = path_right and right, base_right and likeliest[0] == label
+                total.sums["accept_len_sums"] += path_right
+                total.sums["base_accept_len_sums"] += base_right
+                found = {"acc_corrects": right, "acc_denoms": 1, "recall_sums": label in likeliest}
+                cost = {
+                    "selector_loss_sums": chosen[-1].detach(),
+                    "loss_sums": (ce[place] + options.selector_loss_alpha * chosen[-1]).detach(),
+                }
+                for name, value in (found | cost).items():
+                    total.add_at(name, place, value, places)
+        selector_ce = torch.stack(chosen)
+        for share, part in ((1.0, ce), (options.selector_loss_alpha, selector_ce)):
+            total.loss = total.loss + share * (part * weigh(strategy, part.detach(), block.label_mask)).sum()
+        total.sums["accept_len_denoms"] += int(block.label_mask.any())
     return total
 
 

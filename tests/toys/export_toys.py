@@ -30,6 +30,7 @@ LLAMA3_ROPE = {
 }
 EAGLE3 = {"ttt_length": 3, "draft_vocab_size": DRAFT_VOCAB}
 DFLASH = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "num_taps": 3}
+DFLASH2 = {**DFLASH, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
 DOMINO = {**DFLASH, "emb_dim": 6, "gru_hidden_dim": 5}
 DSPARK = {**DFLASH, "markov_rank": 6}
 XPRESS = {**DFLASH, "refiner_rank": 6}
@@ -39,6 +40,7 @@ OPTIONS = {
     "eagle3": EAGLE3,
     "peagle": PEAGLE,
     "dflash": DFLASH,
+    "dflash2": DFLASH2,
     "domino": DOMINO,
     "dspark": DSPARK,
     "lilicorr": LILICORR,
@@ -50,6 +52,8 @@ FORMATS = {
     "speculators_peagle": "peagle",
     "zlab_dflash": "dflash",
     "speculators_dflash": "dflash",
+    "zlab_dflash2": "dflash2",
+    "speculators_dflash2": "dflash2",
     "zlab_domino": "domino",
     "zlab_dspark": "dspark",
     "speculators_dspark": "dspark",
@@ -105,11 +109,11 @@ def small_vocab(size: int, of: int) -> VocabMapping:
 
 
 def _stir(strategy: DraftStrategy) -> None:
-    """Norms away from 1, an embedding away from the target's, and what begins as 0 away from it, so that a forgotten one shows."""
+    """Norms and base kernels away from 1, an embedding away from the target's, and what begins as 0 away from it, so that a forgotten one shows."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, weight in strategy.model.named_parameters():
-            if "norm" in name or "embed_tokens" in name or not weight.any():
+            if any(part in name for part in ("norm", "embed_tokens", "base_kernel")) or not weight.any():
                 weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
 
 
@@ -185,6 +189,7 @@ _PEAGLE_OPTIONS = (
 )
 _OWN_LAYER = {"head_dim": 4, "rms_norm_eps": 1e-3, "rope": {"rope_type": "default", "rope_theta": 7.0}}
 _DFLASH_OPTIONS = ({}, {"layer_ids": [1, 4], "num_taps": 2}, {**_SIZES, "mask_token_id": 5})
+_DFLASH2_OPTIONS = ({}, {**_SIZES, "conv_kernel_size": 3, "conv_group_size": 8, "selector_top_k": 7})
 _DSPARK_OPTIONS = (
     {},
     {"markov_head_type": "gated", "confidence_with_markov": False, **_SIZES, "mask_token_id": 5},
@@ -194,6 +199,7 @@ CASES = (
     *(Case(name, options) for name in ("sglang_eagle3", "speculators_eagle3") for options in _EAGLE3_OPTIONS),
     *(Case("speculators_peagle", options) for options in _PEAGLE_OPTIONS),
     *(Case(name, options) for name in ("zlab_dflash", "speculators_dflash") for options in _DFLASH_OPTIONS),
+    *(Case(name, options) for name in ("zlab_dflash2", "speculators_dflash2") for options in _DFLASH2_OPTIONS),
     *(Case("zlab_domino", {**options, "shift_label": shift}) for options in _DFLASH_OPTIONS for shift in (True, False)),
     *(Case(name, options) for name in ("zlab_dspark", "speculators_dspark") for options in _DSPARK_OPTIONS),
     Case("speculators_xpress", {}),
@@ -209,6 +215,7 @@ CASES = (
     Case("speculators_eagle3", {"layer_ids": [0, 3]}),
     Case("zlab_dflash", {"sliding_window": 3}),
     Case("zlab_dflash", {"sliding_window": 3, "sliding_layers": [1]}),
+    Case("zlab_dflash2", {"sliding_window": 3, "block_size": 7}),
     Case("zlab_domino", {"sliding_window": 3, "block_size": 7}),
     Case("zlab_dspark", {"sliding_window": 3, "block_size": 7}),
     Case("speculators_dspark", {"markov_rank": 0, "confidence_with_markov": False}),

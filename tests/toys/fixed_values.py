@@ -13,6 +13,8 @@ from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.dflash2.options import DFlash2Options
+from draftworks.strategies.dflash2.strategy import DFlash2Strategy
 from draftworks.strategies.domino.options import DominoOptions
 from draftworks.strategies.domino.strategy import DominoStrategy
 from draftworks.strategies.dspark.options import DSparkOptions
@@ -32,6 +34,7 @@ HALFWAY = StepContext(global_step=5, total_steps=20, training=True)
 BLOCK = {"block_size": 4, "num_layers": 2, "layer_ids": [1, 3, 6], "num_anchors": 5}
 CHAIN = {"num_depths": 4, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB, "layer_ids": [1, 3, 6]}
 UNROLL = {"ttt_length": 4, "draft_vocab_size": DRAFT_VOCAB}
+SELECTOR = {"conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6}
 GRU = {"emb_dim": 6, "gru_hidden_dim": 5}
 LATTICE = {"candidate_topk": 32, "lattice_size": 8, "lattice_heads": 2, "factor_dim": 6, "margin_weight": 0.3}
 
@@ -64,6 +67,7 @@ CASES = {
     "eagle3 specforge": Case(Eagle3Strategy, Eagle3Options(**UNROLL, loss="specforge")),
     "dflash": Case(DFlashStrategy, DFlashOptions(**BLOCK, gamma=2.0)),
     "dflash dpace, window": Case(DFlashStrategy, DFlashOptions(**BLOCK, weighting="dpace", sliding_window=3)),
+    "dflash2": Case(DFlash2Strategy, DFlash2Options(**BLOCK, gamma=2.0, selector_loss_alpha=0.7, **SELECTOR)),
     "domino": Case(DominoStrategy, DominoOptions(**BLOCK, **GRU)),
     "dspark": Case(DSparkStrategy, DSparkOptions(**BLOCK, markov_rank=5)),
     "dspark rnn": Case(DSparkStrategy, DSparkOptions(**BLOCK, markov_rank=5, markov_head_type="rnn")),

@@ -19,6 +19,8 @@ from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.dflash2.options import DFlash2Options
+from draftworks.strategies.dflash2.strategy import DFlash2Strategy
 from draftworks.strategies.domino.options import DominoOptions
 from draftworks.strategies.domino.strategy import DominoStrategy
 from draftworks.strategies.dspark.options import DSparkOptions
@@ -42,6 +44,12 @@ def make(strategy: str, vocab: VocabMapping) -> DraftStrategy:
         options = PEagleOptions(num_depths=4, num_layers=2, draft_vocab_size=24, fc_norm=True)
         return PEagleStrategy(options, small_target(), vocab, seed=3)
     blocks = {"block_size": 4, "num_layers": 2, "layer_ids": [2, 4, 5], "num_anchors": 4}
+    if strategy == "dflash2":
+        sizes = {"conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6}
+        made = DFlash2Strategy(DFlash2Options(**blocks, **sizes), small_target(), None, seed=3)
+        selector = made.model.candidate_selector
+        nn.init.normal_(selector.successor_codebook, generator=torch.Generator().manual_seed(4))
+        return made
     if strategy == "domino":
         made = DominoStrategy(DominoOptions(**blocks, emb_dim=6, gru_hidden_dim=5), small_target(), None, seed=3)
         nn.init.normal_(made.model.correction.projection, generator=torch.Generator().manual_seed(4))

@@ -22,6 +22,8 @@ from draftworks.features.contracts import TrainBatch
 from draftworks.storage.identity import EngineIdentity, LayerTap
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.dflash2.options import DFlash2Options
+from draftworks.strategies.dflash2.strategy import DFlash2Strategy
 from draftworks.strategies.domino.options import DominoOptions
 from draftworks.strategies.domino.strategy import DominoStrategy
 from draftworks.strategies.dspark.options import DSparkOptions
@@ -131,6 +133,12 @@ def dflash(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
     windows = {"sliding_window": 20, "sliding_layers": [0]}
     options = DFlashOptions(block_size=TTT + 1, num_layers=2, num_anchors=ANCHORS, layer_ids=layers, **windows)
     return DFlashStrategy(options, parts, None, seed=1)
+
+
+def dflash2(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+    layers = [tap.hf_index for tap in TAPS]
+    sizes = {"block_size": TTT + 1, "num_layers": 2, "num_anchors": ANCHORS, "selector_rank": 24, "selector_top_k": 8}
+    return DFlash2Strategy(DFlash2Options(layer_ids=layers, **sizes), parts, None, seed=1)
 
 
 def domino(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:

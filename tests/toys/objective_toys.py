@@ -27,6 +27,7 @@ BLOCKS = {"block_size": 4, "num_layers": 1, "layer_ids": [1, 3], "num_anchors": 
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "eagle3": {"ttt_length": 3},
     "dflash": BLOCKS,
+    "dflash2": {**BLOCKS, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
     "domino": {**BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
     "dspark": {**BLOCKS, "markov_rank": 6},
     "xpress": {**BLOCKS, "refiner_rank": 6},

@@ -20,11 +20,13 @@ BLOCK_SIZE, MASK_TOKEN, DFLASH_LAYERS = 6, 2047, 2
 EMB_DIM, GRU_HIDDEN_DIM = 24, 20
 MARKOV_RANK = 12
 REFINER_RANK = 10
+DFLASH2_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 12, "selector_top_k": 7}
 PEAGLE_LAYERS, NUM_DEPTHS = 2, 5
 _ARCHITECTURES = {
     "eagle3": "Eagle3Speculator",
     "peagle": "PEagleSpeculator",
     "dflash": "DFlashSpeculator",
+    "dflash2": "DFlash2DraftModel",
     "dspark": "DSparkSpeculator",
     "xpress": "XPressSpeculator",
 }
@@ -148,6 +150,36 @@ def zlab_dflash(window: int | None = None, **settings: Any) -> RandomExport:
         "dflash_config": {"mask_token_id": MASK_TOKEN, "target_layer_ids": [1, 3, 4]},
     }
     return RandomExport(config | settings, _dflash_tensors())
+
+
+def zlab_dflash2(**sizes: int) -> RandomExport:
+    """`sizes` are those of convolutions and selector, where they are not `DFLASH2_SIZES`."""
+    sizes, backbone = DFLASH2_SIZES | sizes, zlab_dflash()
+    dflash = {**backbone.config["dflash_config"], "block_size": BLOCK_SIZE, **sizes}
+    config = {**backbone.config, "architectures": ["DFlash2DraftModel"], "dflash_config": dflash}
+    return RandomExport(config, {**backbone.tensors, **_dflash2_tensors(sizes)})
+
+
+def speculators_dflash2(target: Path, **sizes: int) -> RandomExport:
+    """`sizes` as for `zlab_dflash2`."""
+    sizes, backbone = DFLASH2_SIZES | sizes, speculators_dflash(target)
+    own = _speculators_config("dflash2", target, speculative_tokens=BLOCK_SIZE - 1)
+    return RandomExport({**backbone.config, **own, **sizes}, {**backbone.tensors, **_dflash2_tensors(sizes)})
+
+
+def _dflash2_tensors(sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    taps, groups, rank = sizes["conv_kernel_size"], HIDDEN // sizes["conv_group_size"], sizes["selector_rank"]
+    tensors = {
+        "candidate_selector.predecessor_codebook": _matrix(VOCAB, rank, seed=110),
+        "candidate_selector.successor_codebook": _matrix(VOCAB, rank, seed=111),
+        "candidate_selector.hidden_projection.weight": _matrix(rank, HIDDEN, seed=112),
+    }
+    for layer in range(DFLASH_LAYERS):
+        for seed, part in enumerate(("attention", "mlp"), start=120 + 10 * layer):
+            name = f"layers.{layer}.{part}_conv"
+            tensors[f"{name}.base_kernel"] = _matrix(2 * taps, HIDDEN, seed).view(2, taps, HIDDEN) + 1
+            tensors[f"{name}.kernel_projection.weight"] = _matrix(2 * taps * groups, HIDDEN, seed + 5)
+    return tensors
 
 
 def zlab_domino(**settings: Any) -> RandomExport:

@@ -20,6 +20,7 @@ from draftworks.export.readers.rope import RopeTable
 from draftworks.export.readers.sizes import LayerSizes
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.reader import DFlashReader, anchored_mask, moving_mask
+from draftworks.strategies.dflash2.reader import DFlash2Reader, convolve
 from draftworks.strategies.domino.reader import DominoReader
 from draftworks.strategies.dspark.reader import DSparkReader
 from draftworks.strategies.eagle3.reader import Eagle3Norms, Eagle3Reader
@@ -64,6 +65,11 @@ def dflash_reader(strategy: DraftStrategy, first_row: int = 1) -> DFlashReader:
         head=target.head,
         dtype=weights["fc.weight"].dtype,
     )
+
+
+def dflash2_reader(strategy: DraftStrategy) -> DFlash2Reader:
+    options = strategy.options
+    return convolve(dflash_reader(strategy), options.conv_kernel_size, options.conv_group_size, options.selector_top_k)
 
 
 def domino_reader(strategy: DraftStrategy) -> DominoReader:

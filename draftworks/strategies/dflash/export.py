@@ -25,6 +25,10 @@ _SAME_NAMES = (
 """Fields of a `DraftShape` that our own config has under the same names."""
 _DSPARK_CLASSES = ("DSparkDraftModel", "Qwen3DSparkModel")
 """Of SpecForge and of DeepSpec; SGLang loads both."""
+_OF_OTHER_STRATEGIES = (
+    *("projector_type", "markov_rank", "prefix_gru", "emb_dim"),
+    *("conv_kernel_size", "selector_rank"),
+)
 _PLAIN = {
     "use_swa": False,
     "use_gemma_norm": False,
@@ -158,9 +162,7 @@ def drop_head_keys(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, 
 def refuse_other_strategies(config: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError for a draft that has DFlash's class name but is of a strategy built on DFlash."""
     dflash = config.get("dflash_config") or {}
-    found = [
-        key for key in ("projector_type", "markov_rank", "prefix_gru", "emb_dim") if config.get(key, dflash.get(key))
-    ]
+    found = [key for key in _OF_OTHER_STRATEGIES if config.get(key, dflash.get(key))]
     if found:
         raise ConfigError(f"{where}: {', '.join(found)}: a draft of another strategy that is built on DFlash")
 

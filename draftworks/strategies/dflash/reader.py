@@ -49,6 +49,10 @@ def anchored_mask(context: int, block: int, window: int | None = None, causal: b
     return in_block | in_context
 
 
+Sublayer = Callable[[Tensor], Tensor]
+"""From the normed rows of a block (block, H) to what attention, or the MLP, makes of them, (block, H)."""
+
+
 @dataclass(frozen=True)
 class DFlashReader(ExportReader):
     """Context at positions 0 … n-1, then the block [anchor, MASK, …] at positions n, n+1, …
@@ -102,16 +106,25 @@ class DFlashReader(ExportReader):
         return self._norm(self.join_taps(features) @ self.weights["fc.weight"].T, "hidden_norm")
 
     def _run_layer(self, block: Tensor, context: Tensor, layer: str, visible: Tensor) -> Tensor:
+        def attention(own: Tensor) -> Tensor:
+            read = torch.cat([context, own])  # (n + block, H)
+            positions = torch.arange(len(read))
+            query = self._project_rotated(own, f"{layer}self_attn.q_", positions[len(context) :])
+            key = self._project_rotated(read, f"{layer}self_attn.k_", positions)
+            value = split_heads(read @ self.weights[f"{layer}self_attn.v_proj.weight"].T, self.sizes.head_dim)
+            return attend(query, key, value, visible) @ self.weights[f"{layer}self_attn.o_proj.weight"].T
+
+        def mlp(own: Tensor) -> Tensor:
+            return gated_mlp(own, self.weights, f"{layer}mlp.")
+
         own = self._norm(block, f"{layer}input_layernorm")
-        read = torch.cat([context, own])  # (n + block, H)
-        positions = torch.arange(len(read))
-        query = self._project_rotated(own, f"{layer}self_attn.q_", positions[len(context) :])
-        key = self._project_rotated(read, f"{layer}self_attn.k_", positions)
-        value = split_heads(read @ self.weights[f"{layer}self_attn.v_proj.weight"].T, self.sizes.head_dim)
-        attended = attend(query, key, value, visible)
-        block = block + attended @ self.weights[f"{layer}self_attn.o_proj.weight"].T
+        block = block + self.run_sublayer(f"{layer}self_attn", own, attention)
         after = self._norm(block, f"{layer}post_attention_layernorm")
-        return block + gated_mlp(after, self.weights, f"{layer}mlp.")
+        return block + self.run_sublayer(f"{layer}mlp", after, mlp)
+
+    def run_sublayer(self, name: str, own: Tensor, sublayer: Sublayer) -> Tensor:
+        """Return what a sublayer adds to the block, (block, H); readers of strategies built on DFlash may change it."""
+        return sublayer(own)
 
     def _project_rotated(self, x: Tensor, name: str, positions: Tensor) -> Tensor:
         """Return queries or keys, (heads, n, D): projected, normed per head, rotated by their positions."""

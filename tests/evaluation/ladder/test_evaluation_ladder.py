@@ -14,6 +14,7 @@ from ladder_toys import (
     Sample,
     build_ladder,
     dflash,
+    dflash2,
     domino,
     dspark,
     eagle3,
@@ -40,7 +41,9 @@ def answers(tiny_folder) -> Answers:
 
 
 @pytest.fixture(
-    scope="module", params=[eagle3, dflash, domino, dspark, lilicorr, peagle, xpress], ids=lambda make: make.__name__
+    scope="module",
+    params=[eagle3, dflash, dflash2, domino, dspark, lilicorr, peagle, xpress],
+    ids=lambda make: make.__name__,
 )
 def ladder(request, answers, tiny_target) -> Ladder:
     return build_ladder(answers, tiny_target, steps=80, make=request.param)

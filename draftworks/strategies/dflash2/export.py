@@ -1,0 +1,139 @@
+"""Export formats of DFlash 2: those of DFlash, with the tensors of convolutions and selector and their sizes in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import DraftShape, Shapes
+from draftworks.export.layer_keys import require
+from draftworks.export.speculators_keys import build_speculators_keys, is_speculators
+from draftworks.strategies.dflash.export import (
+    DFlashFormat,
+    SpeculatorsDFlash,
+    ZlabDFlash,
+    drop_head_keys,
+    read_head_settings,
+)
+
+CLASS_NAME = "DFlash2DraftModel"
+"""Of z-lab, SGLang, vLLM, SpecForge and speculators."""
+_CLASS_NAMES = (CLASS_NAME, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+"""SGLang 0.5.23 takes the others for the same."""
+_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys of all layouts, called as our options are."""
+_SPECULATORS_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+_BACKBONE, _OF_BACKBONE = "backbone.", ("fc", "hidden_norm", "layers", "norm")
+
+
+class DFlash2Parts(DFlashFormat):
+    """Mixin that adds convolutions and selector to a format of DFlash, which follows it among the bases. Exported names have
+    no prefix for the backbone."""
+
+    strategy = "dflash2"
+
+    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
+        backbone = super().derive_shape(draft)
+        return replace(backbone, options={**backbone.options, **build_size_keys(draft)})
+
+    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+        return {name.removeprefix(_BACKBONE): tensor for name, tensor in draft.weights.items()}
+
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
+        taps, group, rank = (shape.options[size] for size in _SIZES[:3])
+        hidden, codebook = shape.hidden_size, (shape.vocab_size, rank)
+        names = super().list_expected_tensors(shape)
+        for convolution in (
+            f"layers.{i}.{part}_conv" for i in range(shape.num_layers) for part in ("attention", "mlp")
+        ):
+            names[f"{convolution}.base_kernel"] = (2, taps, hidden)
+            names[f"{convolution}.kernel_projection.weight"] = (2 * taps * (hidden // group), hidden)
+        return {
+            **names,
+            "candidate_selector.predecessor_codebook": codebook,
+            "candidate_selector.successor_codebook": codebook,
+            "candidate_selector.hidden_projection.weight": (rank, hidden),
+        }
+
+    def to_canonical_name(self, name: str) -> str:
+        name = super().to_canonical_name(name)
+        return f"{_BACKBONE}{name}" if name.split(".", 1)[0] in _OF_BACKBONE else name
+
+
+def build_size_keys(draft: CanonicalDraft) -> dict[str, int]:
+    """Return the keys of config.json for convolutions and selector of one of our drafts."""
+    return {size: getattr(draft.options, size) for size in _SIZES}
+
+
+def read_sizes(settings: Mapping[str, Any], hidden: int, where: str) -> dict[str, int]:
+    """Return the options of convolutions and selector from the keys of a config.json.
+
+    Raises:
+        ConfigError: a key is missing or no positive integer, or the groups do not divide the hidden size.
+    """
+    sizes = {size: require(settings, size, where) for size in _SIZES}
+    for size, found in sizes.items():
+        if not isinstance(found, int) or found < 1:
+            raise ConfigError(f"{where}: {size}: expected an integer from 1, found {found!r}")
+    if hidden % sizes["conv_group_size"]:
+        raise ConfigError(f"{where}: conv_group_size {sizes['conv_group_size']} does not divide hidden_size {hidden}")
+    return sizes
+
+
+class ZlabDFlash2(DFlash2Parts, ZlabDFlash):
+    name = "zlab_dflash2"
+
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
+        return (
+            f"{super().describe_loaders(draft)} It has to know DFlash 2, as 0.5.23 does. z-lab's own code, vLLM from #52816 and "
+            "SpecForge from #772 have the same class and keys."
+        )
+
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        """See the base. The block size is also written in `dflash_config`, where z-lab's own drafts of this class have it."""
+        config = super().build_config(draft, dtype)
+        inside = {**config["dflash_config"], "block_size": config["block_size"], **build_size_keys(draft)}
+        return {**config, "architectures": [CLASS_NAME], "dflash_config": inside}
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return any(name in (config.get("architectures") or []) for name in _CLASS_NAMES) and not is_speculators(config)
+
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+        where = "config.json: dflash_config"
+        backbone = super().read_shape(drop_head_keys(config, _SIZES), target)
+        settings = read_head_settings(config, (*_SIZES, "block_size"), where)
+        sizes = read_sizes(settings, backbone.hidden_size, where)
+        return replace(backbone, options={**backbone.options, **sizes})
+
+
+class SpeculatorsDFlash2(DFlash2Parts, SpeculatorsDFlash):
+    name = "speculators_dflash2"
+
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
+        return "speculators 0.9.0. No server yet: SGLang and vLLM look for the sizes in `dflash_config`, as zlab_dflash2 has them."
+
+    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        return {}
+
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            **super().build_config(draft, dtype),
+            "architectures": [CLASS_NAME],
+            **build_speculators_keys("dflash2", draft.target, draft.config["block_size"] - 1),
+            **build_size_keys(draft),
+        }
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return config.get("speculators_model_type") == "dflash2"
+
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+        backbone = super().read_shape(config, target)
+        sizes = read_sizes({**_SPECULATORS_DEFAULTS, **config}, backbone.hidden_size, "config.json")
+        return replace(backbone, options={**backbone.options, **sizes})

@@ -1,0 +1,94 @@
+"""DFlash 2's options, its checks against a target, and its registration."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, allow_packing, register_strategy
+from draftworks.errors import ConfigError
+from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
+
+
+class DFlash2Options(DFlashOptions):
+    """DFlash 2: DFlash with convolutions inside the block, and a choice among the likeliest tokens of each place (z-lab)."""
+
+    strategy: ClassVar[str] = "dflash2"
+    structural = (
+        *DFlashOptions.structural,
+        *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    )
+
+    block_size: int = Field(
+        default=8, ge=2, le=64, description="Tokens of a block: the last known one, then the proposals."
+    )
+    conv_kernel_size: int = Field(
+        default=2, ge=1, description="Taps of a convolution: a token of the block and those just before it."
+    )
+    conv_group_size: int = Field(
+        default=16, ge=1, description="Neighbouring channels with the same dynamic kernel; divides hidden_size."
+    )
+    selector_rank: int = Field(default=256, ge=1, description="Width of the selector's three factors.")
+    selector_top_k: int = Field(
+        default=16, ge=1, description="Likeliest tokens of a place among which the selector chooses."
+    )
+    selector_loss_alpha: float = Field(
+        default=1.0, gt=0, description="Weight of the selector's cross-entropy beside DFlash's loss."
+    )
+
+    @model_validator(mode="after")
+    def _kernel_fits(self) -> DFlash2Options:
+        if self.conv_kernel_size > self.block_size:
+            raise ValueError(
+                f"conv_kernel_size {self.conv_kernel_size} is more than block_size {self.block_size}: convolutions do not "
+                "leave the block"
+            )
+        return self
+
+
+def check_dflash2(options: DFlash2Options, target: TargetSizes) -> None:
+    """Raise ConfigError for what DFlash refuses, channels that are not whole groups, or more candidates than tokens."""
+    check_dflash(options, target)
+    if target.hidden_size % options.conv_group_size:
+        raise ConfigError(
+            f"dflash2: conv_group_size {options.conv_group_size} does not divide the target's hidden_size "
+            f"{target.hidden_size}. Set options.conv_group_size to one of its divisors"
+        )
+    if options.selector_top_k > target.vocab_size:
+        raise ConfigError(
+            f"dflash2: selector_top_k {options.selector_top_k} is more than the {target.vocab_size} tokens of the target's "
+            "vocabulary: lower it"
+        )
+
+
+DFLASH2 = register_strategy(
+    StrategySpec(
+        name=DFlash2Options.strategy,
+        description="DFlash 2: a block of DFlash with local convolutions, its tokens chosen one after another among candidates.",
+        options=DFlash2Options,
+        taps=choose_dflash_taps,
+        factory="draftworks.strategies.dflash2.strategy:DFlash2Strategy",
+        uses_last_hidden=False,
+        check=check_dflash2,
+        packing_refusal=allow_packing,
+        exports=(
+            ExportSpec(
+                name="zlab_dflash2",
+                description="z-lab's own code, and SGLang 0.5.23 with DFlash 2: z-lab's layout of DFlash with both additions.",
+                factory="draftworks.strategies.dflash2.export:ZlabDFlash2",
+                reader="draftworks.strategies.dflash2.reader:read_zlab_dflash2",
+                counting="layer_output",
+            ),
+            ExportSpec(
+                name="speculators_dflash2",
+                description="speculators 0.9.0; no sliding windows, and no server reads it yet.",
+                factory="draftworks.strategies.dflash2.export:SpeculatorsDFlash2",
+                reader="draftworks.strategies.dflash2.reader:read_speculators_dflash2",
+                counting="layers_passed",
+                refuses=refuse_windows,
+                uses_unscaled_embeddings=True,
+            ),
+        ),
+    )
+)
