@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from draftworks.decision.record import Choice, EvalLoss, Margins, Reference
 from draftworks.evaluation.ladder.statistics import Interval
+from draftworks.service.rule import MAX_PROMPTS
 from draftworks.storage.words import format_count
 
-MAX_PROMPTS = 1_000_000
-"""A number of prompts above this is as good as none."""
 URGENCY = (Choice.RETRAIN, Choice.TUNE, Choice.UNDECIDED, Choice.KEEP)
 """The choice of a target is the first of these that any eval set has."""
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # numpy, which no sensor needs
     from draftworks.evaluation.ladder.statistics import PairedDifference
 
 CONFIDENCE = 0.95
+MAX_PROMPTS = 1_000_000
+"""A number of prompts above this is as good as none."""
 
 
 class Verdict(StrEnum):
@@ -150,7 +152,7 @@ def judge_eval_set(
 
 
 def count_prompts_to_decide(paired: PairedDifference, carried: float, margin: float) -> int | None:
-    """Return about how many prompts would decide, if the difference stays as it is; None if more would not.
+    """Return about how many prompts would decide, if the difference stays as it is; None if more, up to a million, would not.
 
     The interval's width goes with one over the root of the number of prompts.
     """
@@ -158,7 +160,9 @@ def count_prompts_to_decide(paired: PairedDifference, carried: float, margin: fl
     width = paired.difference - paired.interval.low
     if distance <= 0:
         return None
-    return max(paired.prompts, math.ceil(paired.prompts * (width / distance) ** 2))
+    ratio = width / distance
+    wanted = paired.prompts * ratio * ratio
+    return max(paired.prompts, math.ceil(wanted)) if wanted <= MAX_PROMPTS else None
 
 
 def describe_figures(found: EvalFigures) -> str:

@@ -118,8 +118,7 @@ def mark_another(tensors: Tensors) -> None:
 
 
 def swap_taps(tensors: Tensors) -> None:
-    first, *others = tensors["fc.weight"].chunk(3, dim=1)
-    tensors["fc.weight"] = torch.cat([*others, first], dim=1)
+    tensors["fc.weight"] = tensors["fc.weight"].roll(tensors["fc.weight"].shape[1] // 3, dims=1)
 
 
 def exchange_codebooks(tensors: Tensors) -> None:
@@ -128,8 +127,7 @@ def exchange_codebooks(tensors: Tensors) -> None:
 
 
 def exchange_sides(tensors: Tensors) -> None:
-    kernel = tensors["layers.0.attention_conv.base_kernel"]
-    tensors["layers.0.attention_conv.base_kernel"] = kernel.flip(0).contiguous()
+    tensors["layers.0.attention_conv.base_kernel"] = tensors["layers.0.attention_conv.base_kernel"].flip(0).contiguous()
 
 
 def overflow(tensors: Tensors) -> None:
@@ -147,16 +145,13 @@ def nudge(tensors: Tensors) -> None:
 
 def layer_ids(config: Config) -> list[int]:
     """Return the config's list of layer ids itself, which tests change in place."""
-    for place in (config, config.get("eagle_config", {}), config.get("dflash_config", {})):
-        for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"):
-            if key in place:
-                return place[key]
-    raise AssertionError("no layer ids")
+    places = (config, config.get("eagle_config", {}), config.get("dflash_config", {}))
+    keys = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
+    return next(place[key] for place in places for key in keys if key in place)
 
 
 def count_from_the_other_end(config: Config) -> None:
-    ids = layer_ids(config)
-    ids[:] = [layer + 1 for layer in ids]
+    layer_ids(config)[:] = [layer + 1 for layer in layer_ids(config)]
 
 
 def other_rope(config: Config) -> None:

@@ -16,7 +16,6 @@ from random_exports import (
     RandomExport,
     draft_vocabulary,
     sglang_eagle3,
-    sglang_lilicorr,
     speculators_dflash,
     speculators_dflash2,
     speculators_dspark,
@@ -28,6 +27,7 @@ from random_exports import (
     zlab_domino,
     zlab_dspark,
 )
+from random_lilicorr import sglang_lilicorr
 
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.readers.reader import ExportReader, TargetTensors

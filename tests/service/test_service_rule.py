@@ -94,6 +94,7 @@ def test_strengths_add_up_along_the_promotions():
 def test_how_many_prompts_would_decide():
     assert count_prompts_to_decide(paired(0.0, -0.06, 0.06), 0.0, 0.03) == 400
     assert count_prompts_to_decide(paired(-0.05, -0.1, 0.0), 0.0, 0.03) is None
+    assert count_prompts_to_decide(paired(1e-300, -0.06, 0.06), 0.0, 0.0) is None, "a number beyond all numbers"
 
 
 def simulate(seed: int, steps: int, drift: float, prompts: int = 150) -> tuple[int, list[float]]:
