@@ -27,7 +27,7 @@ from draftworks.targets.training_data import identify_conversations, load_slice_
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, report_result, require_target, to_severity
-from spec_assets.metadata import describe_lineage, describe_rejections, select_figures
+from spec_assets.metadata import describe_lineage, describe_rejections, describe_slices, select_figures
 from spec_assets.workers import launch_workers
 
 GROUP = "data"
@@ -49,9 +49,11 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
     def build(out: Path) -> BuildResult:
         if target.mix is not None:
             from draftworks.data.mix import prepare_mix
+            from draftworks.data.slice_shares import SliceShares
 
             sources, plan = load_training_datasets(target, registry), load_slice_plan(target, registry)
-            return _to_build_result(prepare_mix(sources, plan, target.data, registry.root, files, out))
+            shares = SliceShares.of(target.mix.shares)
+            return _to_build_result(prepare_mix(sources, plan, target.data, registry.root, files, out, shares))
         from draftworks.data.prepare import prepare_conversations
 
         source = registry.load_dataset(target.dataset)
@@ -64,6 +66,7 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
         **select_figures(artifact),
         **describe_rejections(artifact),
         **describe_lineage(artifact),
+        **describe_slices(artifact, "shares"),
     }
     return report_result(context, artifact, metadata)
 
@@ -127,10 +130,15 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
     def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import keep_supervised_rows
 
-        return _to_build_result(keep_supervised_rows(source.path / TOKENS_FOLDER, out))
+        count_by = None if spec.mix is None else next(iter(spec.mix.shares), None)
+        return _to_build_result(keep_supervised_rows(source.path / TOKENS_FOLDER, out, count_by))
 
     artifact = obtain_result(context, workspace, {"responses": source.data_version}, build)
-    metadata = {"dagster/row_count": artifact.summary["samples"], **select_figures(artifact)}
+    metadata = {
+        "dagster/row_count": artifact.summary["samples"],
+        **select_figures(artifact),
+        **describe_slices(artifact, "slices"),
+    }
     return report_result(context, artifact, metadata, [check_supervised_share(artifact, TOKENIZED_TRAIN, spec)])
 
 

@@ -66,7 +66,9 @@ def _make_set_asset(name: str) -> dg.AssetsDefinition:
             from draftworks.data.prepare import prepare_eval_set
 
             data, root = target.data, registry.root
-            summary = prepare_eval_set(dataset, spec.max_conversations, data, root, files, out, spec.part)
+            summary = prepare_eval_set(
+                dataset, spec.max_conversations, data, root, files, out, spec.part, target.asks_both_ways
+            )
             return BuildResult(data_version=summary["digest"], summary=summary)
 
         identity = identify_eval_set(target, spec, workspace.read_dataset_version(dataset), files.vocab_size)

@@ -96,7 +96,7 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
 
 
 def describe_mix(target: TargetSpec, registry: Registry) -> dict[str, Any]:
-    """Return metadata of a mix: its data sets, and the weights of slices; {} without a mix."""
+    """Return metadata of a mix: its data sets, weights and shares of slices; {} without a mix."""
     if target.mix is None:
         return {}
     plan = load_slice_plan(target, registry)
@@ -104,6 +104,8 @@ def describe_mix(target: TargetSpec, registry: Registry) -> dict[str, Any]:
     if plan is not None:
         rows = [(one.column, one.value, f"{one.weight:g}") for one in plan.weights]
         found["weights"] = format_table(("slice by", "value", "weight"), rows)
+    if target.mix.shares:
+        found["shares"] = dg.MetadataValue.json(target.mix.shares)
     return found
 
 

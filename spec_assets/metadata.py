@@ -86,6 +86,15 @@ def describe_lineage(artifact: Artifact) -> dict[str, Any]:
     return {name: dg.MetadataValue.json(value) for name, value in found.items()}
 
 
+def describe_slices(artifact: Artifact, name: str) -> dict[str, Any]:
+    """Return a table of what the slices of a mix's shares contributed, an entry of the summary; {} without it."""
+    found = artifact.summary.get(name)
+    if not found:
+        return {}
+    columns = ("slice", *next(iter(found.values())))
+    return {name: format_table(columns, [(value, *map(str, counts.values())) for value, counts in found.items()])}
+
+
 def _format_case(entry: Mapping[str, Any]) -> tuple[str, str]:
     where = f"{Path(entry['file']).name}:{entry['line']}" if "file" in entry else entry["sample_id"]
     return where, entry.get("excerpt", "")

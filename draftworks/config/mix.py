@@ -1,11 +1,17 @@
-"""Options of a target's data mix: further data sets, and weights of slices. Torch-free."""
+"""Options of a target's data mix: further data sets, weights of slices, shares of slices. Torch-free."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 from pydantic import Field, field_validator
 
 from draftworks.config.base import Spec
 from draftworks.storage.names import require_name
+
+THINKING, ON, OFF = "thinking", "on", "off"
+"""The slice column of prompts by whether the target is to think, and its values."""
 
 
 class MixSpec(Spec):
@@ -20,6 +26,11 @@ class MixSpec(Spec):
         description="File that `draftworks slices --save` wrote, relative to the registry: conversations of slices that fell "
         "are taken more often. Needs data.max_conversations.",
     )
+    shares: dict[str, dict[str, float]] = Field(
+        default_factory=dict,
+        description="Shares of the slices of one column among the conversations that are trained on, such as `thinking: {on: "
+        "0.5, off: 0.5}`; they add up to 1. By thinking, prompts are asked so, and what is measured on is asked both ways.",
+    )
 
     @field_validator("datasets")
     @classmethod
@@ -27,6 +38,38 @@ class MixSpec(Spec):
         if len(set(value)) < len(value):
             raise ValueError(f"expected each data set once, found {', '.join(value)}")
         return [require_name(name) for name in value]
+
+    @field_validator("shares", mode="before")
+    @classmethod
+    def _name_slices(cls, value: Any) -> Any:
+        """Return the shares with their slices as text: on and off are true and false in YAML."""
+        if not isinstance(value, dict):
+            return value
+        names = {True: ON, False: OFF}
+        return {
+            column: {names[key] if isinstance(key, bool) else str(key): share for key, share in found.items()}
+            if isinstance(found, dict)
+            else found
+            for column, found in value.items()
+        }
+
+    @field_validator("shares")
+    @classmethod
+    def _check_shares(cls, value: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        if len(value) > 1:
+            raise ValueError(f"expected shares by one column, found {', '.join(value)}")
+        for column, shares in value.items():
+            if any(share < 0 for share in shares.values()) or not math.isclose(sum(shares.values()), 1, abs_tol=1e-6):
+                found = ", ".join(f"{name} {share:g}" for name, share in shares.items())
+                raise ValueError(f"{column}: expected shares from 0 on that add up to 1, found {found or 'none'}")
+            if column == THINKING and set(shares) != {ON, OFF}:
+                raise ValueError(f"{THINKING}: expected a share for on and one for off, found {', '.join(shares)}")
+        return value
+
+    @property
+    def asks_both_ways(self) -> bool:
+        """Whether prompts are asked with thinking on and off, as shares say."""
+        return THINKING in self.shares
 
     def require_effect(self, dataset: str, max_conversations: int | None) -> None:
         """Raise ValueError if the target's own data set is named again, or if weights have nothing to choose among."""

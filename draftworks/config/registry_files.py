@@ -249,7 +249,8 @@ class TargetSpec(Spec):
     )
     dataset: str = Field(description="Name of an entry in registry/datasets/.")
     mix: MixSpec | None = Field(
-        default=None, description="More data sets beside `dataset`, and weights of slices; null: `dataset` alone."
+        default=None,
+        description="More data sets beside `dataset`, weights and shares of slices; null: `dataset` alone.",
     )
     max_length: int = Field(
         default=2048, gt=2, description="Tokens per sample; longer ones are cut or rejected, never silently."
@@ -292,7 +293,20 @@ class TargetSpec(Spec):
     def _check_mix(self) -> TargetSpec:
         if self.mix is not None:
             self.mix.require_effect(self.dataset, self.data.max_conversations)
+        if self.asks_both_ways and self.responses.mode == "passthrough":
+            raise ValueError("mix.shares: thinking: answers that are passed through are given: set mode to regenerate")
+        if self.asks_both_ways and self.responses.thinking is not None:
+            raise ValueError("mix.shares: thinking decides how prompts are asked: leave responses.thinking out")
+        if self.asks_both_ways and self.responses.endpoint and self.responses.endpoint.server == "openai":
+            raise ValueError(
+                "mix.shares: thinking: OpenAI's interface has no field for it: set responses.endpoint.server to what runs there"
+            )
         return self
+
+    @property
+    def asks_both_ways(self) -> bool:
+        """Whether prompts are asked with thinking on and off: shares of the training part, all others both ways."""
+        return self.mix is not None and self.mix.asks_both_ways
 
     @property
     def training_datasets(self) -> list[str]:

@@ -6,6 +6,7 @@ character offsets, never from tokenizing parts of the text again.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Turn
+from draftworks.data.slice_columns import read_asked_thinking
 from draftworks.data.spans import EndOfTurn, Rendered, Span, build_label_mask, locate, make_sentinel
 from draftworks.distributed.time_limit import CpuTimeExceeded, limit_cpu_time
 from draftworks.errors import ConfigError, DataError
@@ -57,6 +59,7 @@ class ChatTokenizer:
         self._template = _FIXED_DATE + template if "strftime_now" in template else template
         self._end_of_turn = EndOfTurn(tokenizer.all_special_tokens + _list_added_special_tokens(tokenizer))
         self.template_options: Mapping[str, bool] = {}
+        self._switched: dict[bool, ChatTokenizer] = {}
 
     @classmethod
     def load(cls, target: TargetFiles, thinking: bool | None = None) -> ChatTokenizer:
@@ -72,9 +75,20 @@ class ChatTokenizer:
         tokenizer = _load_tokenizer(target)
         template = _load_template(target, tokenizer)
         chat = cls(tokenizer, template, target.vocab_size, _eos_ids(target, tokenizer), target.tokenizer)
-        if thinking is not None:
-            chat.template_options = {chat._find_thinking_switch(): thinking}
-        return chat
+        return chat if thinking is None else chat.switch_thinking(thinking)
+
+    def switch_thinking(self, thinking: bool) -> ChatTokenizer:
+        """Return the same tokenizer with thinking on or off. Raises ConfigError if the template has no such switch."""
+        if thinking not in self._switched:
+            switched = copy.copy(self)
+            switched.template_options = {self._find_thinking_switch(): thinking}
+            self._switched[thinking] = switched
+        return self._switched[thinking]
+
+    def choose(self, conversation: Conversation) -> ChatTokenizer:
+        """Return the tokenizer that asks a conversation as the mix says: with thinking on or off, or this one."""
+        thinking = read_asked_thinking(conversation.columns)
+        return self if thinking is None else self.switch_thinking(thinking)
 
     @property
     def digest(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,10 @@ from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, VOCAB_FILE, Ta
 from draftworks.data.conversations import read_conversations, select, write_conversations
 from draftworks.data.datasets import detect_kind, load_conversations, load_tokens
 from draftworks.data.served.loading import load_served
+from draftworks.data.slice_columns import ask_both_ways
 from draftworks.data.sources import SERVED
 from draftworks.data.split import is_held_out
+from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.tokenizing import Progress, cut_rows, tokenize
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
@@ -72,11 +75,13 @@ def prepare_eval_set(
     target: TargetFiles,
     out: Path,
     part: Literal["all", "held_out"] = "all",
+    both_ways: bool = False,
 ) -> dict[str, Any]:
     """Read, validate and select a data set for evaluation only: `out/all` and `out/quarantine.jsonl`.
 
     Args:
         part: held_out for the conversations that `prepare_conversations` leaves out of the training part.
+        both_ways: each conversation is asked with thinking off and on; data that is tokenized already stays as it is.
 
     Raises:
         DataError: no usable rows, or too many rejected ones.
@@ -88,7 +93,10 @@ def prepare_eval_set(
             f"data set {dataset.name}: none of its {len(chosen.items)} conversations is held out (held_out_share "
             f"{data.held_out_share}). Give more conversations or change the share"
         )
-    chosen = replace(chosen, items=tuple(select(items, max_conversations)))
+    items = select(items, max_conversations)
+    if both_ways and chosen.kind != "tokens":
+        items = ask_both_ways(items)
+    chosen = replace(chosen, items=tuple(items))
     summary = chosen.write(out / EVAL_PART, chosen.items)
     return {"kind": chosen.kind, "conversations": len(chosen.items), **chosen.counts, "digest": summary["digest"]}
 
@@ -147,13 +155,29 @@ def tokenize_part(
     return write_tokens(out / TOKENS_FOLDER, result.rows, result.counts())
 
 
-def keep_supervised_rows(tokens: Path, out: Path) -> dict[str, Any]:
-    """Copy a tokenized set for training: only the rows with a supervised token, otherwise unchanged."""
+def keep_supervised_rows(tokens: Path, out: Path, count_by: str | None = None) -> dict[str, Any]:
+    """Copy a tokenized set for training: only the rows with a supervised token, otherwise unchanged.
+
+    Args:
+        count_by: column by whose values samples and tokens are counted in the summary.
+    """
     source = TokenizedSet.open(tokens)
     rows = [row for row in map(source.row, range(len(source))) if row.supervised]
     if not rows:
         raise DataError(f"{tokens}: none of its {len(source)} samples has a supervised token: nothing to train on")
-    return write_tokens(out, rows, {"without_supervision": len(source) - len(rows)})
+    counts: dict[str, Any] = {"without_supervision": len(source) - len(rows)}
+    if count_by is not None:
+        counts["slices"] = _count_slices(rows, count_by)
+    return write_tokens(out, rows, counts)
+
+
+def _count_slices(rows: Iterable[TokenRow], column: str) -> dict[str, dict[str, int]]:
+    """Return samples, tokens and supervised tokens by value of a column."""
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        counts = found.setdefault(str(row.columns.get(column)), Counter())
+        counts.update(samples=1, tokens=len(row), supervised_tokens=int(row.supervised))
+    return {value: dict(counts) for value, counts in sorted(found.items())}
 
 
 def map_vocabulary(tokens: Path, target: TargetFiles, draft_vocab_size: int, out: Path) -> dict[str, Any]:

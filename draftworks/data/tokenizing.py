@@ -168,7 +168,7 @@ def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[Cu
 
 
 def _encode(chat: ChatTokenizer, only_last_turn: bool, conversation: Conversation) -> TokenRow:
-    encoded = chat.encode(conversation, only_last_turn)
+    encoded = chat.choose(conversation).encode(conversation, only_last_turn)
     return TokenRow(conversation.id, encoded.input_ids, encoded.loss_mask, conversation.columns)
 
 

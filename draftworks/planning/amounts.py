@@ -187,7 +187,8 @@ def _count_conversations(subject: PlanSubject, part: _Part, sample: DataSample |
             f"draftworks run prepare --target {name}"
         )
     if sample is None:
-        return _choose_by_hash(Estimate.exactly(float(limit or 0)), _find_share(subject, part.part))
+        chosen = _choose_by_hash(Estimate.exactly(float(limit or 0)), _find_share(subject, part.part))
+        return _ask(subject, part, chosen)
     rows = Estimate(sample.rows.low * 0.8, sample.rows.value, sample.rows.high)  # some are rejected, or duplicates
     return _choose(subject, part, rows)
 
@@ -198,7 +199,13 @@ def _choose(subject: PlanSubject, part: _Part, usable: Estimate) -> Estimate:
     limit = _find_limit(subject, part.eval_set)
     if part.eval_set != HELDOUT and subject.registry.load_eval_set(part.eval_set).part == "held_out":
         usable = _choose_by_hash(usable, subject.target.data.held_out_share)
-    return _choose_by_hash(usable if limit is None else usable.cap(limit), _find_share(subject, part.part))
+    chosen = _choose_by_hash(usable if limit is None else usable.cap(limit), _find_share(subject, part.part))
+    return _ask(subject, part, chosen)
+
+
+def _ask(subject: PlanSubject, part: _Part, prompts: Estimate) -> Estimate:
+    """Return how often prompts are asked: with thinking on and off, where the mix has shares of it, but for training."""
+    return prompts * 2 if subject.target.asks_both_ways and part.part != TRAIN else prompts
 
 
 def _choose_by_hash(rows: Estimate, share: float) -> Estimate:

@@ -73,7 +73,7 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
     where = f"target {target.name}"
     chat = None
     with findings.collect_errors():
-        chat = ChatTokenizer.load(files, target.responses.thinking)
+        chat = ChatTokenizer.load(files, True if target.asks_both_ways else target.responses.thinking)
     used: Counter[int] = Counter()
     for name in dict.fromkeys(
         [*target.training_datasets, *(registry.load_eval_set(name).dataset for name in target.evals)]

@@ -45,6 +45,7 @@ class EvalSetIdentity(DataIdentity):
     Attributes:
         dataset: content digest of its files.
         held_out_share: of the part that no draft is trained on; the JSON has the key only if the set is that part.
+        both_ways: each prompt is asked with thinking off and on; the JSON has the key only if that is so.
     """
 
     dataset: str | None
@@ -52,10 +53,11 @@ class EvalSetIdentity(DataIdentity):
     max_rejected_share: float | None
     vocab_size: int | None
     held_out_share: float | None = None
+    both_ways: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
-        found = super().to_json()
-        return {name: value for name, value in found.items() if name != "held_out_share" or value is not None}
+        optional, found = ("held_out_share", "both_ways"), super().to_json()
+        return {name: value for name, value in found.items() if name not in optional or value is not None}
 
 
 @dataclass(frozen=True)

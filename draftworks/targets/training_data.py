@@ -46,13 +46,15 @@ def load_slice_plan(target: TargetSpec, registry: Registry) -> SlicePlan | None:
 
 
 def digest_training_data(target: TargetSpec, registry: Registry, digests: FileDigests) -> str:
-    """Return the content digest of what is trained on: that of the data set, or of the mix with names and weights."""
+    """Return the content digest of what is trained on: that of the data set, or of the mix with names,
+    weights and shares."""
     specs, plan = load_training_datasets(target, registry), load_slice_plan(target, registry)
     versions = [digest_dataset(spec, registry.root, digests) for spec in specs]
     if target.mix is None:
         return versions[0]
     named = [[spec.name, version] for spec, version in zip(specs, versions)]
-    return digest(["mix", named, None if plan is None else plan.identity])
+    weights = None if plan is None else plan.identity
+    return digest(["mix", named, weights, *([target.mix.shares] if target.mix.shares else [])])
 
 
 def identify_conversations(target: TargetSpec, dataset: str | None, vocab_size: int | None) -> ConversationsIdentity:
@@ -79,6 +81,7 @@ def identify_eval_set(
         max_rejected_share=target.data.max_rejected_share,
         vocab_size=vocab_size,
         held_out_share=target.data.held_out_share if spec.part == "held_out" else None,
+        both_ways=target.asks_both_ways or None,
     )
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from served_toys import body, message, served, write_log
+from thinking import thinking_target
 
 from draftworks.config.registry_files import DatasetSpec, DataSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import read_conversations
 from draftworks.data.mix import prepare_mix
-from draftworks.data.prepare import prepare_eval_set
+from draftworks.data.prepare import keep_supervised_rows, prepare_eval_set
+from draftworks.data.slice_shares import SliceShares
 from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, SliceWeight, read_plan
-from draftworks.errors import DataError
+from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import write_tokens
+from draftworks.errors import ConfigError, DataError
 
 DATA = DataSpec(held_out_share=0.3)
 PLAIN = DatasetSpec(name="plain", files=["*.jsonl"])
@@ -30,9 +35,15 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def prepare(root: Path, target: TargetFiles, plan: SlicePlan | None = None, data: DataSpec = DATA) -> dict:
+def prepare(
+    root: Path,
+    target: TargetFiles,
+    plan: SlicePlan | None = None,
+    data: DataSpec = DATA,
+    shares: SliceShares | None = None,
+) -> dict:
     spec = data.model_copy(update={"max_rejected_share": 0.5})
-    return prepare_mix([PLAIN, served()], plan, spec, root, target, root / "out")
+    return prepare_mix([PLAIN, served()], plan, spec, root, target, root / "out", shares)
 
 
 def read_parts(root: Path) -> dict[str, list]:
@@ -82,3 +93,39 @@ def test_tokenized_data_cannot_be_mixed(root: Path, tiny_target: TargetFiles):
     write_log(root / "a.jsonl", [{"input_ids": [1, 2], "loss_mask": [0, 1]}])
     with pytest.raises(DataError, match="data set plain is tokenized already: only conversations can be mixed"):
         prepare(root, tiny_target)
+
+
+def test_shares_of_thinking_are_counted_and_need_a_template_with_the_switch(root: Path, tiny_target: TargetFiles):
+    shares = SliceShares("thinking", {"on": 0.25, "off": 0.75})
+    with pytest.raises(ConfigError, match="no switch for thinking"):
+        prepare(root, tiny_target, shares=shares)
+    (root / "template").mkdir()
+    summary = prepare(root, thinking_target(tiny_target, root / "template"), shares=shares)
+    parts = read_parts(root)
+    for way in ("on", "off"):
+        taken = sum(one.columns["thinking"] == way for one in parts["train"])
+        assert summary["shares"][way]["taken"] == taken <= summary["shares"][way]["available"]
+    sizes = summary["mix"]
+    assert {part: sum(sizes[name][part] for name in sizes) for part in parts} == {p: len(parts[p]) for p in parts}
+
+
+def test_an_eval_set_asked_both_ways_has_each_prompt_twice(root: Path, tiny_target: TargetFiles):
+    data = DATA.model_copy(update={"max_rejected_share": 0.5})
+    prepare_eval_set(served(), 5, data, root, tiny_target, root / "eval", both_ways=True)
+    measured = list(read_conversations(root / "eval" / "all"))
+    assert len(measured) == len({one.id for one in measured}) == 10
+    assert len({(one.columns["thinking_pair"], one.columns["thinking"]) for one in measured}) == 10
+
+
+def test_samples_and_tokens_of_each_slice_are_counted(tmp_path: Path):
+    rows = [
+        TokenRow(f"s{n}", np.arange(4 + n, dtype=np.int32), np.arange(4 + n) > 2, {"thinking": "on" if n else "off"})
+        for n in range(3)
+    ]
+    write_tokens(tmp_path / "all", rows)
+    found = keep_supervised_rows(tmp_path / "all", tmp_path / "kept", "thinking")["slices"]
+    assert found == {
+        "off": {"samples": 1, "tokens": 4, "supervised_tokens": 1},
+        "on": {"samples": 2, "tokens": 11, "supervised_tokens": 5},
+    }
+    assert "slices" not in keep_supervised_rows(tmp_path / "all", tmp_path / "kept")

@@ -76,7 +76,7 @@ def test_a_slice_of_weight_w_is_taken_about_w_times_as_often():
 def test_weights_leave_the_held_out_part_and_the_size_of_the_other_alone(count, weight):
     made = [conversation(number, "de" if number % 4 == 0 else "en") for number in range(80)]
     data = DataSpec(max_conversations=count, held_out_share=0.2)
-    plain, weighted = choose_parts(made, data, None), choose_parts(made, data, plan(weight))
+    plain, weighted = choose_parts(made, data, None).parts, choose_parts(made, data, plan(weight)).parts
     assert weighted["heldout"] == plain["heldout"]
     assert len(weighted["train"]) == len(plain["train"])
     assert not any(is_held_out(one.id, 0.2) for one in weighted["train"])

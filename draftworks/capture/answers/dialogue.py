@@ -29,6 +29,7 @@ class Dialogue:
             rendering of the conversation so far.
 
     Attributes:
+        chat: tokenizer and template that ask this conversation.
         refusal: why the target gives this dialogue no answer; None if it was not refused.
 
     Raises:
@@ -40,7 +41,7 @@ class Dialogue:
     ) -> None:
         self.id = conversation.id
         self._rendered = rendered
-        self._chat = chat
+        self.chat = chat
         self._max_length = max_length
         self._questions = _split_questions(conversation.turns)
         if not self._questions:
@@ -76,7 +77,7 @@ class Dialogue:
         self._num_answers += 1
         self.num_generated += len(response.ids)
         self.ids = [*self.ids, *response.ids]
-        self._turns.append(Turn("assistant", self._chat.decode(response.ids)))
+        self._turns.append(Turn("assistant", self.chat.decode(response.ids)))
         self._unfinished = not response.finished
         if self._unfinished or not self._questions:
             self.done = True
@@ -98,9 +99,9 @@ class Dialogue:
 
     def _render_continuation(self, following: tuple[Turn, ...]) -> list[int]:
         """Return the token ids that the target reads next, up to and including the header of the next answer."""
-        if not self._rendered and self._chat.keeps_answer(self._turns, following):
-            return [*self.ids, *self._chat.encode_continuation(self._turns, following)]
-        return self._chat.encode_prompt([*self._turns, *following])
+        if not self._rendered and self.chat.keeps_answer(self._turns, following):
+            return [*self.ids, *self.chat.encode_continuation(self._turns, following)]
+        return self.chat.encode_prompt([*self._turns, *following])
 
     def _make_sample(self) -> dict[str, Any]:
         return {"ids": self.ids, "generated": self._spans}

@@ -29,7 +29,6 @@ def build_request_fields(
     sampling: ResponseSpec,
     model: str,
     end_ids: Sequence[int],
-    template_options: Mapping[str, bool],
 ) -> dict[str, Any]:
     """Return the fields that all requests have in common.
 
@@ -40,7 +39,6 @@ def build_request_fields(
     Args:
         sampling: its `endpoint` is set.
         end_ids: ids that end an answer.
-        template_options: options passed to the chat template in addition to the messages.
     """
     endpoint = sampling.endpoint
     assert endpoint is not None
@@ -53,8 +51,6 @@ def build_request_fields(
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": list(end_ids),
     }
-    if template_options:
-        fields["chat_template_kwargs"] = dict(template_options)
     if endpoint.token_ids:
         fields["return_token_ids"] = True
     if endpoint.server == "sglang":
@@ -101,9 +97,7 @@ class EndpointAnswerer(Answerer):
         self._sampling = sampling
         self._chat = chat
         self._max_length = max_length
-        self._fields = build_request_fields(
-            sampling, endpoint.model or target.model, chat.eos_ids, chat.template_options
-        )
+        self._fields = build_request_fields(sampling, endpoint.model or target.model, chat.eos_ids)
         self._clients = [ChatClient(url, endpoint.timeout_s, key) for url in endpoint.base_urls]
         self._balancer = LoadBalancer({client.url: client for client in self._clients}, endpoint.max_outstanding)
         self._closed = False
@@ -121,6 +115,8 @@ class EndpointAnswerer(Answerer):
     def _answer(self, dialogue: Dialogue, turn: int) -> Generated:
         limit = min(self._sampling.max_new_tokens, self._max_length - len(dialogue.ids))
         body = {**self._fields, "messages": to_messages(dialogue.turns), "max_tokens": limit}
+        if dialogue.chat.template_options:
+            body["chat_template_kwargs"] = dict(dialogue.chat.template_options)
         if self._sampling.temperature > 0:
             body["seed"] = derive_seed(self._sampling.seed, f"{turn}/{dialogue.id}")
         completion = self._complete(body)
@@ -193,7 +189,7 @@ class EndpointAnswerer(Answerer):
             )
         ids = list(completion.token_ids)
         if ended and (not ids or ids[-1] not in self._chat.eos_ids):
-            return [*ids, *self._chat.encode_closing([*dialogue.turns, Turn("assistant", "")])]
+            return [*ids, *dialogue.chat.encode_closing([*dialogue.turns, Turn("assistant", "")])]
         return ids
 
     def _tokenize_text(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
@@ -202,7 +198,7 @@ class EndpointAnswerer(Answerer):
                 "the endpoint removes the reasoning from its answers, with the tokens around it: start the server "
                 "without a reasoning parser, or set responses.endpoint.token_ids to true"
             )
-        return self._chat.encode_answer([*dialogue.turns, Turn("assistant", completion.text)], ended)
+        return dialogue.chat.encode_answer([*dialogue.turns, Turn("assistant", completion.text)], ended)
 
 
 def _read_api_key(endpoint: EndpointSpec, environment: Mapping[str, str]) -> str | None:

@@ -241,7 +241,9 @@ class _Regeneration:
         dialogues, dropped = [], []
         for conversation in window:
             try:
-                dialogues.append(Dialogue(conversation, self._chat, self._max_length, self._rendered))
+                dialogues.append(
+                    Dialogue(conversation, self._chat.choose(conversation), self._max_length, self._rendered)
+                )
             except DataError as error:
                 if conversation.id not in records:
                     dropped.append({"id": conversation.id, "dropped": str(error)})

@@ -20,6 +20,7 @@ from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Turn, write_conversations
+from draftworks.data.slice_columns import ask_both_ways
 from draftworks.errors import ConfigError, DataError, EngineError
 
 KEY = "sk-very-secret-1234"
@@ -104,6 +105,15 @@ def test_the_switch_for_thinking_reaches_the_servers_template(tiny_target, tmp_p
         json.dumps({"enable_thinking": thinking})
     }
     assert len(rows_of(run)) == sum(1 + number % 3 for number in range(6))
+
+
+def test_a_request_asks_for_thinking_as_its_conversation_says(tiny_target, tmp_path: Path):
+    fake = FakeChat(thinking_target(tiny_target, tmp_path))
+    sources = [*ask_both_ways([conversation(1)]), conversation(2)]
+    with make_endpoint_run(tmp_path, thinking_target(tiny_target, tmp_path), fake, sources=sources) as run:
+        regenerate_run(run)
+    asked = sorted(json.dumps(body.get("chat_template_kwargs")) for body in fake.asked)
+    assert asked == ["null", '{"enable_thinking": false}', '{"enable_thinking": true}']
 
 
 def test_endpoint_and_engine_make_the_same_samples_of_the_same_words(tiny_target, tmp_path: Path):

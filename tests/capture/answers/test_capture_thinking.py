@@ -13,6 +13,7 @@ from draftworks.capture.answers.regenerate import regenerate_with
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn, read_conversations
+from draftworks.data.slice_columns import ask_both_ways
 
 THOUGHTS = tuple(f"<think>\nI see part {number}.\n</think>\n\nIt is number {number}." for number in range(3))
 PLAIN = tuple(f"It is number {number}." for number in range(3))
@@ -109,3 +110,19 @@ def test_answers_of_another_mode_are_not_used(target, tmp_path: Path):
         for thinking in (None, True, False)
     ]
     assert len({find_answers_file(run) for run in runs}) == 3
+
+
+def test_conversations_of_a_mix_are_asked_as_it_says_in_one_run(target, tmp_path: Path):
+    chat = ChatTokenizer.load(target)
+    run = answering_run(target, tmp_path, ask_both_ways([conversation(1), conversation(2)]))
+    regenerate_with(run, Scripted(chat, PLAIN[0]), chat)
+    rows = rows_of(run)
+    assert [row.columns["thinking"] for row in rows] == ["off", "on"] * 2
+    for row in rows:
+        assert ("<think>" in spelt(chat, row)) == (
+            row.columns["thinking"] == "off"
+        )  # the empty thought of this template
+    for thinking in (False, True):
+        alone = answering_run(target, tmp_path / str(thinking), [conversation(1)], responses={"thinking": thinking})
+        regenerate_with(alone, Scripted(chat, PLAIN[0]), ChatTokenizer.load(target, thinking))
+        assert rows_of(alone)[0].input_ids.tolist() == rows[thinking].input_ids.tolist()
