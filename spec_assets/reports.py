@@ -8,6 +8,7 @@ from typing import Any
 
 import dagster as dg
 
+from draftworks.config.mix import OFF, ON
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import VOCAB_FILE, EvaluateRun
 from draftworks.config.strategies import StrategySpec
@@ -224,6 +225,8 @@ def describe_report(artifact: Artifact) -> dict:
     for name, report in artifact.summary["evals"].items():
         suffix = "" if name == HELDOUT else f"_{name}"
         metadata |= select_acceptance(report["drafts"]["trained"], suffix)
+        for way in (ON, OFF) if "thinking" in report else ():
+            metadata[f"walk_acc_len_thinking_{way}{suffix}"] = report["thinking"][way]["micro"]
         folder = artifact.path / name
         metadata[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
         metadata[f"acceptance{suffix}"] = embed_picture(folder / "acceptance.png", f"acceptance on {name}")

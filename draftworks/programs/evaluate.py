@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftworks.config.run_files import EvaluateRun
+from draftworks.data.slice_columns import THINKING, THINKING_PAIR
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.process_group import open_process_group
 from draftworks.drafts.draft_io import load_draft
@@ -30,6 +31,7 @@ from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.slices import read_sample_columns
+from draftworks.evaluation.report.thinking import AskedSample, read_asked_sample
 from draftworks.evaluation.report.writing import save_report
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
@@ -81,6 +83,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         draft_tokens=measurements.draft_tokens,
         label_agreement=agreement,
         columns=columns,
+        asked=_read_asked_samples(samples.tokens),
         resampling=Resampling(run.evaluation.confidence, run.evaluation.resamples),
         provenance=provenance,
     )
@@ -90,6 +93,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         "drafts": {name: measured.metrics() for name, measured in drafts.items()},
         "label_agreement": agreement,
         "draft_tokens": measurements.draft_tokens,
+        **({} if report.thinking is None else {"thinking": report.thinking.to_json()}),
         "seconds": time.perf_counter() - started,
         "peak_rss_bytes": get_peak_rss_bytes(),
     }
@@ -210,6 +214,8 @@ class _Measured:
 def _select_columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
     """Return the columns to slice by, indexed by sample id: columns of the eval data, and `length` in tokens.
 
+    Eval data that was asked with thinking on and off is sliced by that too.
+
     Raises:
         ConfigError: no sample has such a column.
     """
@@ -219,7 +225,13 @@ def _select_columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
         raise ConfigError(
             f"evaluation.slices: no column {', '.join(unknown)} in the eval set; there are: {', '.join(frame.columns)}"
         )
-    return frame.loc[:, by]
+    asked = [THINKING] if THINKING_PAIR in frame.columns and THINKING not in by else []
+    return frame.loc[:, [*by, *asked]]
+
+
+def _read_asked_samples(tokens: TokenizedSet) -> dict[str, AskedSample]:
+    found = {row.sample_id: read_asked_sample(row.columns) for row in tokens}
+    return {sample_id: asked for sample_id, asked in found.items() if asked is not None}
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def render_report(report: Report) -> str:
         _render_eval_data(report),
         _render_exactness(report),
         render_loops(report.drafts),
+        _render_thinking(report),
         _render_slices(report),
         _render_histogram(report),
         _render_meanings(report),
@@ -157,6 +158,29 @@ def _render_exactness(report: Report) -> str:
     )
 
 
+def _render_thinking(report: Report) -> str:
+    """Return the walk with thinking on and off, and the difference on the same prompts."""
+    found = report.thinking
+    if found is None:
+        return ""
+    paired = found.paired
+    difference = f"{paired.difference:+.2f} ({paired.interval.low:+.2f} to {paired.interval.high:+.2f})"
+    measured = (("on", found.on), ("off", found.off))
+    rows = [
+        {
+            "thinking": way,
+            "prompts": f"{one.prompts:,}",
+            "passes": f"{one.passes:,}",
+            f"{WALK}, {TRAINED}": _format_with_interval(one.micro, one),
+        }
+        for way, one in measured
+    ]
+    return (
+        f"{_table(rows)}\n\nThinking on against off, prompt by prompt: {difference} on {paired.prompts:,} prompts that were "
+        "asked both ways."
+    )
+
+
 def _render_slices(report: Report) -> str:
     """Return the walk by columns of the eval data that have more than one slice."""
     return _table([_slice_row(one) for one in select_slices_to_show(report.walk_slices).itertuples()])
@@ -195,7 +219,7 @@ def _format_length(found: Finding) -> str:
     return "none" if found.value is None else _format_with_interval(found.value, found.acceptance)
 
 
-def _format_with_interval(value: float, measured: Any) -> str:
+def _format_with_interval(value: float | None, measured: Any) -> str:
     """Format a value with its interval. Over one prompt it is left out: a width of 0 would look like certainty."""
     return _format_number(value) if measured.prompts == 1 else f"{_format_number(value)} ({_format_interval(measured)})"
 

@@ -32,6 +32,7 @@ from draftworks.evaluation.report.summary import (
     require_prompts_file,
 )
 from draftworks.evaluation.report.tables import PromptsByRung, read_prompts
+from draftworks.evaluation.report.thinking import AskedSample, ThinkingComparison, compare_thinking
 from draftworks.evaluation.result import EvalResult
 
 
@@ -49,6 +50,7 @@ class Report:
         label_agreement: share of answer tokens that are the target's argmax; None if it is not known. Rungs 2 and 3 are
             exact only if it is 1.
         columns: columns of the samples (task, length, …), indexed by sample id; the walk is sliced by each of them.
+        asked: by sample id, for eval data that was asked with thinking on and off; empty for other data.
         resampling: settings of the intervals.
         provenance: digests and settings of the draft and its eval data.
     """
@@ -60,6 +62,7 @@ class Report:
     draft_tokens: int
     label_agreement: float | None = None
     columns: pd.DataFrame | None = field(default=None, compare=False)
+    asked: Mapping[str, AskedSample] = field(default_factory=dict, compare=False)
     resampling: Resampling = DEFAULT_RESAMPLING
     provenance: Mapping[str, Any] = field(default_factory=dict)
     created: datetime = field(default_factory=_now)
@@ -91,6 +94,11 @@ class Report:
             return slice_acceptance((), pd.DataFrame(), ())
         return slice_acceptance(self.drafts[TRAINED].walk, self.columns, list(self.columns), self.resampling)
 
+    @cached_property
+    def thinking(self) -> ThinkingComparison | None:
+        """The walk of the trained draft with thinking on and off; None for eval data that was not asked both ways."""
+        return compare_thinking(self.drafts[TRAINED].walk, self.asked, self.resampling)
+
     @property
     def headline(self) -> Finding:
         """The trained draft's walk, or else its highest greedy rung that has a value."""
@@ -110,6 +118,7 @@ class Report:
             "resampling": asdict(self.resampling),
             "drafts": {name: self._draft_json(name, measured) for name, measured in self.drafts.items()},
             "comparisons": [comparison.to_json() for comparison in self.comparisons],
+            **({} if self.thinking is None else {"thinking": self.thinking.to_json()}),
             "provenance": dict(self.provenance),
         }
 
@@ -123,7 +132,8 @@ class Report:
 
     @classmethod
     def load(cls, folder: Path) -> Report:
-        """Read a saved report, all but the columns of the eval data, which are not in its files.
+        """Read a saved report, all but the columns of the eval data and how it was asked,
+        which are not in its files.
 
         Raises:
             StoreError: missing, damaged, altered, or of another schema.

@@ -1,0 +1,91 @@
+"""One draft with thinking on and off: acceptance of each, and their difference prompt by prompt. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from draftworks.config.mix import OFF, ON, THINKING
+from draftworks.data.conversations import Scalar
+from draftworks.data.slice_columns import THINKING_PAIR
+from draftworks.errors import DataError
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, sum_histograms
+from draftworks.evaluation.ladder.statistics import (
+    DEFAULT_RESAMPLING,
+    AcceptanceSummary,
+    PairedDifference,
+    Resampling,
+    paired_difference,
+    summarize_acceptance,
+)
+
+
+class AskedSample(NamedTuple):
+    """How a sample was asked, `on` or `off`, and the id of its prompt, which the other way has too."""
+
+    way: str
+    prompt: str
+
+
+@dataclass(frozen=True)
+class ThinkingComparison:
+    """Acceptance of one draft on the same prompts, asked with thinking on and off.
+
+    Attributes:
+        paired: on minus off, by a bootstrap over the prompts that have a pass both ways.
+    """
+
+    on: AcceptanceSummary
+    off: AcceptanceSummary
+    paired: PairedDifference
+
+    def to_json(self) -> dict[str, Any]:
+        return {ON: self.on.to_json(), OFF: self.off.to_json(), "difference": asdict(self.paired)}
+
+
+def read_asked_sample(columns: Mapping[str, Scalar]) -> AskedSample | None:
+    """Return how a sample with these columns was asked; None if it was not asked both ways."""
+    if THINKING_PAIR not in columns:
+        return None
+    return AskedSample(str(columns[THINKING]), str(columns[THINKING_PAIR]))
+
+
+def sum_by_prompt(
+    samples: Iterable[PromptAcceptance], asked: Mapping[str, AskedSample]
+) -> dict[str, list[PromptAcceptance]]:
+    """Return the counts of each prompt by way, `on` and `off`.
+
+    A conversation whose template drops earlier thoughts is a sample for each answer; these are summed, since the same prompt
+    may give another number of them the other way.
+
+    Args:
+        asked: by sample id; samples that are not in it are left out.
+    """
+    found: dict[str, dict[str, list[PromptAcceptance]]] = {ON: {}, OFF: {}}
+    for sample in samples:
+        if sample.sample_id in asked:
+            way, prompt = asked[sample.sample_id]
+            found[way].setdefault(prompt, []).append(sample)
+    return {way: [_sum(prompt, parts) for prompt, parts in prompts.items()] for way, prompts in found.items()}
+
+
+def compare_thinking(
+    samples: Iterable[PromptAcceptance],
+    asked: Mapping[str, AskedSample],
+    resampling: Resampling = DEFAULT_RESAMPLING,
+) -> ThinkingComparison | None:
+    """Compare a draft with thinking on and off; None if no prompt has a pass both ways. Arguments as `sum_by_prompt`."""
+    ways = sum_by_prompt(samples, asked)
+    try:
+        paired = paired_difference(ways[ON], ways[OFF], resampling)
+    except DataError:  # no prompt was measured both ways
+        return None
+    return ThinkingComparison(*(summarize_acceptance(ways[way], resampling) for way in (ON, OFF)), paired)
+
+
+def _sum(prompt: str, samples: list[PromptAcceptance]) -> PromptAcceptance:
+    passes, accepted, emitted = (
+        sum(getattr(one, name) for one in samples) for name in ("passes", "accepted", "emitted")
+    )
+    return PromptAcceptance(prompt, passes, accepted, emitted, sum_histograms(samples))
