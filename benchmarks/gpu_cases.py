@@ -55,15 +55,26 @@ SHAPES = {
             "emb_dim": 8,
             "gru_hidden_dim": 12,
             "markov_rank": 8,
+            "refiner_rank": 8,
+            "selector_rank": 8,
+            "selector_top_k": 4,
+            "lattice_size": 32,
+            "lattice_heads": 4,
+            "candidate_topk": 4,
         },
     ),
 }
 """The options of drafts that are not named are the strategies' defaults, which are those of published drafts."""
 
 
+NEED_A_REAL_TARGET = ("mtp",)
+"""Strategies whose draft is a part of the target's own files."""
+
+
 def engine_strategies() -> tuple[str, ...]:
-    """Return the built-in strategies; a plug-in's may need more than a synthetic target."""
-    return tuple(name for name in list_strategies() if resolve_strategy(name).factory.startswith("draftworks."))
+    """Return the built-in strategies that a synthetic target is enough for; a plug-in's may need more."""
+    built_in = (name for name in list_strategies() if resolve_strategy(name).factory.startswith("draftworks."))
+    return tuple(name for name in built_in if name not in NEED_A_REAL_TARGET)
 
 
 def select_options(name: str, shape: Shape, **changes: Any) -> StrategyOptions:

@@ -16,6 +16,9 @@ import torch
 from gpu_cases import Shape
 from torch import Tensor
 
+from draftworks.strategies.dflash2.layers import SIDES
+from draftworks.strategies.lilicorr.lattice import CANDIDATE_FEATURES
+
 BOTH, ONE, NONE = 2, 1, 0
 """Gradients of a product."""
 
@@ -35,7 +38,10 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of a step: linear layers and heads; attention scores and weighted sums."""
+    """Operations of a step: linear layers and heads; attention scores and weighted sums.
+
+    What else is a product of activations is left out: scores of candidates, a refiner's mix of places.
+    """
 
     products: float
     attention: float
@@ -146,6 +152,57 @@ def dspark(shape: Shape, options: Any, work: Work) -> Flops:
     return Flops(backbone.products + heads, backbone.attention)
 
 
+def dflash2(shape: Shape, options: Any, work: Work) -> Flops:
+    """DFlash 2: DFlash with the kernels of two convolutions a layer, and the selector's factor of every state."""
+    backbone, labels = _block_backbone(shape, options, work, taps=options.num_taps), sum(work.rows)
+    placed = work.blocks(options.num_anchors).count * options.block_size
+    kernels = SIDES * options.conv_kernel_size * (shape.hidden // options.conv_group_size)
+    added = options.num_layers * 2 * product(placed, shape.hidden, kernels)
+    added += product(labels, shape.hidden, options.selector_rank)
+    return Flops(backbone.products + added, backbone.attention)
+
+
+def xpress(shape: Shape, options: Any, work: Work) -> Flops:
+    """XPress: DFlash with a pass of the refiner on the true tokens and on those of each round, and the teacher.
+
+    Rounds are played beforehand, at every place and without gradients; that takes the backbone's logits once more.
+    """
+    backbone, labels = _block_backbone(shape, options, work, taps=options.num_taps), sum(work.rows)
+    blocks, places, rank = work.blocks(options.num_anchors).count, options.block_size - 1, options.refiner_rank
+
+    def refine(gradients: int) -> float:
+        mlp = 3 * product(blocks * places, rank, rank * options.mlp_ratio, gradients)
+        return product(blocks * options.block_size, 3 * rank, rank, gradients) + mlp
+
+    rounds = options.consistency_passes
+    added = product(blocks, shape.hidden, rank) + product(blocks * options.block_size, shape.hidden, rank)
+    added += (1 + rounds) * (refine(BOTH) + product(labels, rank, shape.vocab))
+    if rounds:
+        added += product(blocks * places, shape.hidden, shape.vocab, NONE)
+        added += (rounds - 1) * (refine(NONE) + product(blocks * places, rank, shape.vocab, NONE))
+    added += product(sum(map(len, work.anchors)), shape.hidden, shape.vocab, NONE)
+    return Flops(backbone.products + added, backbone.attention)
+
+
+def lilicorr(shape: Shape, options: Any, work: Work) -> Flops:
+    """LiLiCorr: DFlash with logits at every place of a block, and a transformer over the candidates of each."""
+    backbone, labels = _block_backbone(shape, options, work, taps=options.num_taps), sum(work.rows)
+    blocks, size = work.blocks(options.num_anchors).count, options.resolve_lattice_size(shape.hidden)
+    placed, factor = blocks * (options.block_size - 1), options.factor_dim or size
+    nodes = placed * options.candidate_topk
+    added = product(placed - labels, shape.hidden, shape.vocab, ONE)
+    if size != shape.hidden:
+        added += product(nodes, shape.hidden, size, ONE)
+    added += product(nodes, CANDIDATE_FEATURES, size) + product(nodes, size, size)
+    added += product(placed, shape.hidden, size) + product(blocks, shape.hidden, size)
+    mlp = 2 * product(nodes, size, int(size * options.lattice_mlp_ratio))
+    added += options.lattice_layers * (product(nodes, size, 4 * size) + mlp)
+    added += product(nodes, 3 * size, size) + 2 * product(nodes, size, factor) + product(blocks, size, factor)
+    pairs = blocks * ((options.block_size - 1) * options.candidate_topk) ** 2
+    among_candidates = options.lattice_layers * (1 + BOTH) * 4.0 * pairs * size
+    return Flops(backbone.products + added, backbone.attention + among_candidates)
+
+
 def peagle(shape: Shape, options: Any, work: Work) -> Flops:
     """P-EAGLE: positions of depth 0 and of all chains through every layer.
 
@@ -181,10 +238,13 @@ def _distilled(shape: Shape, options: Any, work: Work) -> float:
 Formula = Callable[[Shape, Any, Work], Flops]
 FORMULAS: dict[str, Formula] = {
     "dflash": dflash,
+    "dflash2": dflash2,
     "domino": domino,
     "dspark": dspark,
     "eagle3": eagle3,
+    "lilicorr": lilicorr,
     "peagle": peagle,
+    "xpress": xpress,
 }
 """By strategy; a strategy that is missing here has no MFU."""
 

@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any],
         having(architectures=["LlamaForCausalLM"]),
         "not a draft format that Draftworks reads",
     ),
-    "another strategy": ("speculators_eagle3", nothing, having(speculators_model_type="mtp"), "kind 'mtp'"),
+    "another strategy": ("speculators_eagle3", nothing, having(speculators_model_type="medusa"), "kind 'medusa'"),
     "built on DFlash": (
         "zlab_dflash",
         nothing,

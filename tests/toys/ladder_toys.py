@@ -168,7 +168,7 @@ def lilicorr(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
 
 def _teach(ladder: Ladder, steps: int) -> None:
     model = ladder.strategy.model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     batch = ladder.batch(ladder.samples)
     for step in range(steps):
         output = ladder.strategy.forward_loss(batch, StepContext(step, steps, training=True))
