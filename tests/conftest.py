@@ -87,6 +87,15 @@ def family_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], T
 
 
 @pytest.fixture(scope="session")
+def mtp_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TargetFiles]:
+    """Makes a tiny random target with an MTP layer (see mtp_toys.KINDS), each once. Nobody writes into its folder."""
+    from mtp_toys import save_target_with_mtp
+
+    folder = tmp_path_factory.mktemp("mtp")
+    return functools.cache(lambda kind: save_target_with_mtp(kind, folder / kind))
+
+
+@pytest.fixture(scope="session")
 def tiny_sglang(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     """A server of real SGLang, started once, that captures every tap it can."""
     from sglang_toys import sglang_engine, taps_of

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from draft_run_files import OPTIONS
-from stream_toys import STREAMS, TRAINING, StreamFiles
+from stream_toys import STREAMS, TRAINING, SerialEngine, StreamFiles
 
-from draftworks.config.strategies import resolve_strategy
+from draftworks.capture.engine import load_engine
+from draftworks.config.capture import CaptureSpec
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.streaming import StreamingSpec
 from draftworks.features.open_store import open_store
 from draftworks.programs.program import ProgramContext
@@ -56,6 +60,24 @@ def test_a_streamed_draft_is_the_stored_one_bit_for_bit(stream_files: StreamFile
     assert streamed["weights_digest"] == stored["weights_digest"]
     assert streamed["heldout"] == stored["heldout"]
     assert_nothing_left(stream_files)
+
+
+def test_a_streamed_layer_of_the_target_is_the_stored_one_bit_for_bit(mtp_target, tmp_path: Path):
+    """MTP, which reads the last hidden state alone."""
+    target = mtp_target("deepseek_v3")
+    engine = load_engine(target, CaptureSpec(compute_dtype="float32", device="cpu"), torch.device("cpu"))
+    files = StreamFiles(tmp_path, target, lambda: SerialEngine(engine)).make()
+    streamed = train_streamed(files, training=PACKED, streams=("last",), strategy="mtp", options={})
+    assert_nothing_left(files)
+    files.capture("train")
+    run = files.train_run("stored", streamed=False, training=PACKED, strategy="mtp", options={})
+    stored = train(run, ProgramContext())
+    assert streamed["weights_digest"] == stored["weights_digest"]
+    assert streamed["heldout"] == stored["heldout"]
+
+
+def test_every_known_strategy_is_streamed():
+    assert {*OPTIONS_OF, "mtp"} == {name for name in list_strategies() if resolve_strategy(name).exports}
 
 
 @pytest.mark.parametrize("settings", [{"keep": "capture_again"}, {"free_at": "checkpoint"}], ids=str)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from draftworks.config.strategies import TargetSizes
 from draftworks.drafts.draft_io import load_draft, save_draft
-from draftworks.drafts.sampling import verify
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, StoreError
 from draftworks.strategies.dflash.options import DFlashOptions
@@ -182,38 +181,6 @@ def test_a_sampled_proposal_has_the_readers_distribution_over_the_candidates_alo
     logits = dflash2_reader(strategy).logits(side_by_side(one)[:6], one["input_ids"][1:7], proposal.tokens)
     torch.testing.assert_close(proposal.probabilities, (logits / 0.7).softmax(-1))
     assert ((proposal.probabilities > 0).sum(-1) == OPTIONS["selector_top_k"]).all()
-
-
-def test_sampled_decoding_keeps_the_targets_distribution(make):
-    """χ² of the first token said and, where it was accepted, of the second, though only a few tokens are ever proposed."""
-    strategy, one = make(), SAMPLES[0]
-    drafter, generator = strategy.drafter(), torch.Generator().manual_seed(0)
-    drafter.extend({tap: one[tap][:6] for tap in STREAMS}, one["input_ids"][1:7])
-    q = drafter.propose(1, 1.0, generator).probabilities[0]
-    first = ((q + torch.randn(VOCAB, generator=generator).double().softmax(-1)) / 2).log()
-    target = torch.randn(VOCAB, VOCAB, generator=generator).double()  # the target's logits after each token
-    said: list[list[int]] = [[], []]
-    for _ in range(500):
-        proposal = drafter.propose(2, 1.0, generator)
-        verdict = verify(proposal, torch.stack([first, *target[proposal.tokens]]), 1.0, generator)
-        tokens = [*proposal.tokens[: verdict.accepted].tolist(), verdict.next_token]
-        for place, token in enumerate(tokens[:2]):
-            said[place].append(token)
-    stands = torch.minimum(q, first.exp())  # how often each first token stands, and a second follows
-    for tokens, expected in ((said[0], first.exp()), (said[1], stands @ target.softmax(-1) / stands.sum())):
-        assert len(tokens) > 200
-        assert chi_squared(torch.tensor(tokens).bincount(minlength=VOCAB), len(tokens) * expected) < 3.5
-
-
-def chi_squared(found: Tensor, expected: Tensor) -> float:
-    """In standard deviations from its mean; rare tokens together."""
-    rare = expected < 5
-    found, expected = (
-        torch.cat([each[~rare], each[rare].sum()[None]]) if rare.any() else each for each in (found.double(), expected)
-    )
-    freedom = len(found) - 1
-    statistic = float(((found - expected) ** 2 / expected.clamp_min(1e-9)).sum())
-    return (statistic - freedom) / (2 * freedom) ** 0.5
 
 
 def test_a_draft_is_the_same_after_saving_and_nothing_to_start_from_for_one_that_computes_otherwise(make, tmp_path):

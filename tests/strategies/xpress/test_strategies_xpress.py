@@ -8,12 +8,10 @@ import pytest
 import torch
 from block_reference import xpress_sums
 from dflash_toys import MASKS, OPTIONS, anchors_drawn, gradients, sample, side_by_side
-from draft_toys import VOCAB
 from reference_readers import xpress_reader
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.sampling import verify
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError
 from draftworks.strategies.dflash.loss import uniform_weights
@@ -155,28 +153,6 @@ def test_as_many_first_tokens_as_passes_are_those_of_decoding_one_after_another(
         assert [tokens[:passes] for tokens in decoded] == found[:, :passes].tolist()
         moved += decoded != found.tolist()
     assert moved > 0
-
-
-def test_sampled_decoding_keeps_the_targets_distribution(make):
-    """χ² over 2,000 draws of the first two tokens, of a target that says one of three; 8 degrees of freedom, 1 in 10,000."""
-    strategy, one = make(torch.float32), sample([1] * 9, 2, torch.float32, STREAMS)
-    drafter = strategy.drafter()
-    drafter.extend({tap: one[tap] for tap in STREAMS}, one["input_ids"])
-    generator = torch.Generator().manual_seed(0)
-    greedy = drafter.propose(2, 0.0, None).tokens.tolist()
-    says = [greedy[0], (greedy[0] + 1) % VOCAB, (greedy[0] + 2) % VOCAB]
-    logits = torch.full((3, VOCAB), -torch.inf)
-    logits[:, says] = torch.tensor([0.5, 0.3, 0.2]).log()
-    seen, draws = torch.zeros(3, 3), 2000
-    for _ in range(draws):
-        proposal = drafter.propose(2, 1.0, generator)
-        verdict = verify(proposal, logits, 1.0, generator)
-        said = [*proposal.tokens[: verdict.accepted].tolist(), verdict.next_token]
-        if len(said) == 1:
-            said.append(says[int(torch.multinomial(torch.tensor([0.5, 0.3, 0.2]), 1, generator=generator))])
-        seen[says.index(said[0]), says.index(said[1])] += 1
-    expected = draws * torch.outer(*[torch.tensor([0.5, 0.3, 0.2])] * 2)
-    assert float(((seen - expected) ** 2 / expected).sum()) < 31.8
 
 
 def test_sums_do_not_depend_on_batching_order_or_padding(make):

@@ -1,0 +1,87 @@
+"""Sampled decoding with any draft says what the target alone would: χ² of the first two tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from draft_toys import VOCAB
+from mtp_toys import mtp
+from test_strategies_packing import VARIANTS, samples_of, strategy_of
+from torch import Tensor
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.drafts.sampling import verify
+from draftworks.drafts.strategy import Drafter, DraftStrategy
+from draftworks.drafts.target_parts import TargetParts
+
+NAMES = ("dflash", "dflash2", "domino", "dspark rnn dpace", "eagle3", "lilicorr", "mtp", "peagle", "xpress")
+KNOWN, DRAWS = 6, 250
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampled_decoding_keeps_the_targets_distribution(name: str, mtp_target: Callable[[str], TargetFiles]):
+    """Half of the target's first token is the draft's own, so that many are accepted; the second depends on the first."""
+    torch.set_num_threads(1)
+    strategy = mtp(TargetParts.load(mtp_target("deepseek_v3"))) if name == "mtp" else moved(strategy_of(name))
+    drafter, generator = begin(strategy), torch.Generator().manual_seed(0)
+    q = drafter.propose(1, 1.0, generator).probabilities
+    assert q is not None
+    vocab = q.shape[-1]
+    few = 2 * torch.randn(vocab, generator=generator, dtype=torch.float64)
+    few[VOCAB:] = -torch.inf  # so that no token is too rare to be counted
+    first = (q[0].double() + few.softmax(-1)) / 2
+    second = (few.roll(1), few.flip(0))  # after an even token, after an odd one
+    said: list[list[int]] = [[], []]
+    for _ in range(DRAWS):
+        proposal = drafter.propose(2, 1.0, generator)
+        logits = torch.stack([first.log(), *(second[token % 2] for token in proposal.tokens.tolist())])
+        verdict = verify(proposal, logits, 1.0, generator)
+        tokens = [*proposal.tokens[: verdict.accepted].tolist(), verdict.next_token]
+        for place, token in enumerate(tokens[:2]):
+            said[place].append(token)
+    stands = torch.minimum(q[0].double(), first)  # how often each first token stands, and a second follows
+    odd = float(stands[1::2].sum() / stands.sum())
+    follows = (1 - odd) * second[0].softmax(-1) + odd * second[1].softmax(-1)
+    for tokens, expected in ((said[0], first), (said[1], follows)):
+        assert len(tokens) > DRAWS / 3
+        assert chi_squared(torch.tensor(tokens).bincount(minlength=vocab), len(tokens) * expected) < 3.5
+
+
+def moved(strategy: DraftStrategy) -> DraftStrategy:
+    """Away from where weights begin, so that what is 0 there has a say."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in strategy.model.parameters():
+            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
+    return strategy
+
+
+def begin(strategy: DraftStrategy) -> Drafter:
+    """A drafter that knows a few random rows."""
+    width = strategy.config()["hidden_size"]
+    [one] = samples_of([[True] * KNOWN])
+    generator = torch.Generator().manual_seed(1)
+    features = {name: torch.randn(KNOWN, width, generator=generator).double() for name in strategy.feature_names}
+    drafter = strategy.drafter()
+    drafter.extend(features, one["input_ids"])
+    return drafter
+
+
+def chi_squared(found: Tensor, expected: Tensor) -> float:
+    """In standard deviations from its mean; rare tokens together."""
+    rare = expected < 5
+    found, expected = (
+        torch.cat([each[~rare], each[rare].sum()[None]]) if rare.any() else each for each in (found.double(), expected)
+    )
+    freedom = len(found) - 1
+    assert freedom > 3
+    statistic = float(((found - expected) ** 2 / expected.clamp_min(1e-9)).sum())
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+def test_every_known_strategy_is_tried():
+    tried = {VARIANTS[name][0] if name in VARIANTS else name for name in NAMES}
+    assert tried == {name for name in list_strategies() if resolve_strategy(name).exports}
