@@ -20,54 +20,15 @@ os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"  # read by SGLang, which by 
 
 import torch
 from safetensors.torch import load_file
-from sglang.srt.distributed.parallel_state import (
-    get_tp_group,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.models.dspark import DSparkDraftModel
-from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.dspark_components.dspark_config import resolve_runtime_config
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftNoise
 from sglang.srt.speculative.dspark_components.dspark_draft_sampler import DsparkDraftSampler
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync
+from sglang_alone import Cache, PlainAttention, alone_on_a_cpu
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoConfig
-
-
-class Cache:
-    """Keys and values (n, heads, D) of the context, by layer, as SGLang writes them."""
-
-    def __init__(self) -> None:
-        self.written: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def set_kv_buffer(self, layer: nn.Module, where: Any, key: Tensor, value: Tensor, *scales: Any) -> None:
-        self.written[layer.layer_id] = (key, value)
-
-
-class PlainAttention(nn.Module):
-    """Replaces a layer's `RadixAttention`, with the window and the direction that SGLang read for it."""
-
-    def __init__(self, of: nn.Module, cache: Cache) -> None:
-        super().__init__()
-        self.layer_id, self.k_scale, self.v_scale = of.layer_id, of.k_scale, of.v_scale
-        self._of, self._cache = of, cache
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Any) -> Tensor:
-        block, of = len(query), self._of
-        keys, values = (
-            torch.cat([old, new.view(block, *old.shape[1:])]).transpose(0, 1)
-            for old, new in zip(self._cache.written[self.layer_id], (key, value))
-        )
-        back = torch.arange(keys.shape[1] - block, keys.shape[1])[:, None] - torch.arange(keys.shape[1])
-        seen = torch.ones_like(back, dtype=torch.bool) if of.attn_type == AttentionType.ENCODER_ONLY else back >= 0
-        if of.sliding_window_size >= 0:
-            seen = seen & (back <= of.sliding_window_size)
-        queries = query.view(block, of.tp_q_head_num, -1).transpose(0, 1)
-        attended = F.scaled_dot_product_attention(queries, keys, values, seen, scale=of.scaling, enable_gqa=True)
-        return attended.transpose(0, 1).flatten(1)
 
 
 def loaded(folder: Path) -> DSparkDraftModel:
@@ -124,14 +85,6 @@ def judged(folder: Path) -> dict[str, Any]:
         "confidence": [answer.confidence for answer in answers],
         "unset": unset,
     }
-
-
-def alone_on_a_cpu(folder: str) -> None:
-    """Sets up the process state that SGLang's layers need."""
-    get_context().override_server_args(device="cpu").install()
-    meeting = f"file://{folder}/meeting"
-    init_distributed_environment(world_size=1, rank=0, local_rank=0, distributed_init_method=meeting, backend="gloo")
-    initialize_model_parallel()
 
 
 if __name__ == "__main__":
