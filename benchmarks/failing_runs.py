@@ -39,7 +39,7 @@ strategies: {{{strategy}: {{options: {{draft_vocab_size: 256}}, training: {{devi
 """
 LOCATION = """
 from pathlib import Path
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 defs = build_definitions(Path(__file__).parent / "registry")
 """
 

@@ -29,7 +29,7 @@ from draftworks.targets.registry import Registry
 CHECKOUT = Path(__file__).resolve().parents[1]
 TARGET = "tiny"
 _LOCATION = """from pathlib import Path
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 defs = build_definitions(Path(__file__).parent / "registry")
 """
 

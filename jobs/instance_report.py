@@ -172,7 +172,7 @@ def report_claims(registry: Registry) -> Iterator[Line]:
 
 def report_code_location(registry: Registry, instance: dg.DagsterInstance | None) -> Iterator[Line]:
     """Yield whether the definitions of this registry load, and what a person has switched off."""
-    from spec_assets.definitions import build_definitions
+    from spec_assets.code_location import build_definitions
 
     try:
         definitions = build_definitions(registry.root)

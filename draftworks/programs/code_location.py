@@ -21,7 +21,7 @@ _DEFINITIONS = '''\
 
 from pathlib import Path
 
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 
 defs = build_definitions(Path({registry!r}))
 '''

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from acting_fleet import ActingFleet
 
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 
 
 def test_a_training_makes_all_that_its_draft_needs_and_no_other_draft(tmp_path: Path):

@@ -19,7 +19,7 @@ def location(tmp_path):
     (tmp_path / "registry" / "targets" / "small.yaml").write_text("model: /nowhere\ndataset: chats\n")
     path = tmp_path / "location.py"
     path.write_text(
-        "from pathlib import Path\nfrom spec_assets.definitions import build_definitions\n"
+        "from pathlib import Path\nfrom spec_assets.code_location import build_definitions\n"
         "defs = build_definitions(Path(__file__).parent / 'registry')\n"
     )
     return path

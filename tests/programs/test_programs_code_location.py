@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def test_dagster_finds_the_targets_of_the_folder(registry: Registry):
     definitions = FileCodePointer(str(location.definitions), "defs", None).load_target()
     [target_model] = [each for each in definitions.resolve_all_asset_specs() if each.key.path == ["target_model"]]
     assert target_model.partitions_def.get_partition_keys() == ["small"]
+
+
+def test_the_checkouts_own_registry_is_not_read(registry: Registry, monkeypatch):
+    monkeypatch.delitem(sys.modules, "spec_assets.definitions", raising=False)
+    location = write_code_location(registry, CHECKOUT)
+    FileCodePointer(str(location.definitions), "defs", None).load_target()
+    assert "spec_assets.definitions" not in sys.modules
 
 
 def test_the_ui_shows_the_location_by_the_name_of_the_folder(registry: Registry):

@@ -17,7 +17,7 @@ from draftworks.decision.queue import Action, Step
 from draftworks.decision.record import Choice
 from sensors.acting import Tick, explain_tick, group_reasons
 from sensors.charged_runs import CHARGE_TAG
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DAGSTER = Path(sys.executable).with_name("dagster")
 LOCATION = """
 from pathlib import Path
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 defs = build_definitions(Path(__file__).parent / "registry")
 """
 

@@ -13,7 +13,7 @@ from dagster._core.definitions.sensor_definition import SensorExecutionData
 from fleets import Fleet
 
 from sensors.reevaluation import BECAUSE_TAG
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 
 
 def tick(fleet: Fleet, instance: dg.DagsterInstance, cursor: str | None = None) -> SensorExecutionData:
@@ -325,7 +325,7 @@ import sys
 from pathlib import Path
 import dagster as dg
 from resources.workspace import Workspace
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 definitions = build_definitions(Path(sys.argv[1]))
 sensor = definitions.get_repository_def().get_sensor_def("reevaluation_sensor")
 resources = {"workspace": Workspace(registry_root=sys.argv[1])}

@@ -15,7 +15,7 @@ from fleets import Fleet
 
 from draftworks.targets.registry import Registry
 from sensors.schedules import Cadence, is_switched_off, read_cadences
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 
 NIGHTLY = {"cron": "0 3 * * *"}
 THREE_O_CLOCK = datetime.datetime(2030, 5, 17, 3, tzinfo=datetime.UTC)

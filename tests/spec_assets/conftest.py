@@ -15,7 +15,7 @@ import pytest
 from forking_launcher import make_forking_launcher
 from recorded_reads import recorded_reads
 
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 
 TARGET = """
 model: {model}
@@ -63,7 +63,7 @@ class Site:
     ) -> dg.ExecuteInProcessResult:
         """Run a job in this process: the programs named in `torchrun` under torchrun, the others without its long start."""
         launcher = functools.partial(make_forking_launcher, torchrun=torchrun)
-        with mock.patch("spec_assets.definitions.make_deployment_launcher", launcher):
+        with mock.patch("spec_assets.code_location.make_deployment_launcher", launcher):
             found = self.definitions().resolve_job_def(job)
         return found.execute_in_process(partition_key=partition, raise_on_error=False, **options)
 
@@ -81,7 +81,7 @@ class Site:
         """Write a code location for the command line and return its path."""
         path = self.root / "location.py"
         path.write_text(
-            "from pathlib import Path\nfrom spec_assets.definitions import build_definitions\n"
+            "from pathlib import Path\nfrom spec_assets.code_location import build_definitions\n"
             "defs = build_definitions(Path(__file__).parent / 'registry')\n"
         )
         return path

@@ -14,8 +14,9 @@ from service_site import ServiceSite
 from draftworks.decision.record import find_decision
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
+from spec_assets.code_location import build_definitions
 from spec_assets.decisions import list_decided_strategies
-from spec_assets.definitions import REGISTRY, build_definitions
+from spec_assets.definitions import REGISTRY
 from spec_assets.reports import ReportSubject, find_unmeasured_served
 from spec_assets.unused import find_unused_assets
 

@@ -11,14 +11,15 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from spec_assets.definitions import REGISTRY, build_definitions
+from spec_assets.code_location import build_definitions
+from spec_assets.definitions import REGISTRY
 
 HEAVY = ("torch", "transformers", "sglang", "pyarrow", "matplotlib")
 
 LOAD = """
 import sys
 from pathlib import Path
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 defs = build_definitions(Path(sys.argv[1]))
 assert len(defs.resolve_all_asset_specs()) >= 12
 print([name for name in sys.argv[2:] if name in sys.modules])

@@ -12,7 +12,8 @@ from metrics_server import Pages, serve_pages, sglang_pages, vllm_pages
 from observed_site import ObservedSite
 
 from draftworks.targets.registry import Registry
-from spec_assets.definitions import REGISTRY, build_definitions
+from spec_assets.code_location import build_definitions
+from spec_assets.definitions import REGISTRY
 from spec_assets.observation import list_observed_strategies
 from spec_assets.unused import find_unused_assets
 

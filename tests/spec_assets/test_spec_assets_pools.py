@@ -15,7 +15,8 @@ from dagster._core.execution.plan.plan import ExecutionPlan
 from draftworks.config.launchers import PROGRAMS, parse_launcher
 from draftworks.errors import ConfigError
 from draftworks.targets.registry import Registry
-from spec_assets.definitions import REGISTRY, build_definitions
+from spec_assets.code_location import build_definitions
+from spec_assets.definitions import REGISTRY
 from spec_assets.pools import PROGRAM_TAG, assign_pools
 
 

@@ -19,7 +19,8 @@ from draftworks.evaluation.ladder.server_acceptance import build_server_prompts
 from draftworks.evaluation.report.walk_pairs import read_walk
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.targets.registry import HELDOUT
-from spec_assets.definitions import REGISTRY, build_definitions
+from spec_assets.code_location import build_definitions
+from spec_assets.definitions import REGISTRY
 from spec_assets.serving import judge_agreement
 
 SERVING = "evaluation: {{serving: {{prompts: {prompts}, compute_dtype: float32, device: cpu{more}}}}}\n"

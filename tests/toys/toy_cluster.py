@@ -30,7 +30,7 @@ RUN_S = 300.0
 LOCATION = """
 from pathlib import Path
 from toy_scheduler import offer_toy
-from spec_assets.definitions import build_definitions
+from spec_assets.code_location import build_definitions
 offer_toy()
 defs = build_definitions(Path(__file__).parent / "registry")
 """

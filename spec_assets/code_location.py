@@ -1,0 +1,116 @@
+"""Everything Dagster knows, built from one registry folder. Importing this module reads no registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dagster as dg
+
+from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.targets.registry import HELDOUT, Registry
+from jobs import make_jobs
+from jobs.acting import make_training_jobs
+from jobs.pruning import make_prune_job
+from resources.deployment_launcher import make_deployment_launcher
+from resources.sglang_server import SGLangServer
+from resources.workspace import Workspace
+from sensors import make_schedules, make_sensors
+from spec_assets import data, features, inputs
+from spec_assets.console import console
+from spec_assets.decisions import list_decided_strategies, make_decision_asset, make_decision_jobs
+from spec_assets.drafts import make_draft_asset, make_draft_check
+from spec_assets.evals import make_eval_features_asset, make_eval_features_check, make_eval_set_assets
+from spec_assets.executor import make_executor
+from spec_assets.exports import make_export_asset, make_export_checks
+from spec_assets.fp8_gate import fp8_gate
+from spec_assets.leaderboard import make_leaderboard_asset
+from spec_assets.observation import list_observed_strategies, make_observe_jobs, make_observed_asset
+from spec_assets.partitions import make_target_partitions, partition_assets, partition_checks
+from spec_assets.promotion import (
+    list_promoted_strategies,
+    make_promoted_asset,
+    make_promoted_check,
+    make_service_jobs,
+)
+from spec_assets.recipes import make_recipe_assets
+from spec_assets.report_checks import make_report_checks
+from spec_assets.reports import make_report_asset
+from spec_assets.serving import make_serving_asset, make_serving_check
+
+MODULES = [inputs, data, features]
+PRELOADED = "dagster._core.storage.sqlite_storage"
+"""With the code location, what the process of every step has imported from the start. Importing it would otherwise take
+half the time of a step whose result exists."""
+
+
+def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definitions:
+    """Return the Dagster definitions for a registry folder; each deployment has a folder of its own.
+
+    Args:
+        module: what the processes of steps are to have imported, which is this one unless another holds the definitions
+            of this registry.
+    """
+    registry = Registry(registry_root)
+    targets, evals = make_target_partitions(registry), list_free_eval_names(registry)
+    strategies = [resolve_strategy(name) for name in list_strategies()]
+    exported = [strategy for strategy in strategies if strategy.exports]
+    in_service = list_promoted_strategies(registry)
+    promoted = [strategy for strategy in exported if strategy.name in in_service]
+    to_decide = list_decided_strategies(registry)
+    decided = [strategy for strategy in promoted if strategy.name in to_decide]
+    training = make_training_jobs(each.name for each in decided)
+    deciding = make_decision_jobs(each.name for each in decided)
+    in_production = list_observed_strategies(registry)
+    observed = [strategy for strategy in strategies if strategy.name in in_production]
+    assets = [
+        *dg.load_assets_from_modules(MODULES),
+        make_recipe_assets(strategies),
+        *(made for name in evals for made in make_eval_set_assets(name)),
+        *(make_eval_features_asset(name) for name in [HELDOUT, *evals]),
+        *(make_draft_asset(strategy) for strategy in strategies),
+        *(make_report_asset(strategy, evals) for strategy in strategies),
+        *map(make_export_asset, exported),
+        *map(make_serving_asset, exported),
+        fp8_gate,
+        *map(make_promoted_asset, promoted),
+        *(make_decision_asset(strategy, evals) for strategy in decided),
+        *map(make_observed_asset, observed),
+    ]
+    checks = [
+        *map(make_eval_features_check, [HELDOUT, *evals]),
+        *map(make_draft_check, strategies),
+        *(check for strategy in strategies for check in make_report_checks(strategy)),
+        *map(make_export_checks, exported),
+        *map(make_serving_check, exported),
+        *map(make_promoted_check, promoted),
+    ]
+    workspace = Workspace(registry_root=str(registry_root))
+    return dg.Definitions(
+        assets=[*partition_assets(assets, targets), make_leaderboard_asset(strategies)],
+        asset_checks=partition_checks(checks, targets),
+        jobs=[
+            *make_jobs(evals, [each.name for each in decided]),
+            make_prune_job(),
+            *make_service_jobs(each.name for each in promoted),
+            *deciding,
+            *training,
+            *make_observe_jobs(in_production),
+        ],
+        sensors=make_sensors(registry, [*deciding, *training]),
+        schedules=make_schedules(registry),
+        resources={
+            "workspace": workspace,
+            "launcher": make_deployment_launcher(registry.load_deployment().launcher),
+            "sglang": SGLangServer(**workspace.sglang.model_dump()),
+        },
+        executor=make_executor(registry, preload=[module, PRELOADED]),
+        loggers={"console": console},
+    )
+
+
+def list_free_eval_names(registry: Registry) -> list[str]:
+    """Return the names of eval sets that get assets: all but `heldout`, whose asset names are taken.
+
+    `draftworks check` and the targets that list such a set report it.
+    """
+    return [name for name in registry.list_eval_sets() if name != HELDOUT]
