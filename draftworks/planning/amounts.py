@@ -12,7 +12,7 @@ from draftworks.config.responses import ResponseSpec
 from draftworks.errors import ConfigError
 from draftworks.planning.data_sample import DataSample, sample_data
 from draftworks.planning.estimates import Estimate, Source
-from draftworks.planning.made_results import Found, find_answers, find_conversations, find_same_data
+from draftworks.planning.made_results import TRAIN, Found, find_answers, find_conversations, find_same_data
 from draftworks.planning.subject import PlanSubject
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.asset_names import HELDOUT_RESPONSES, RESPONSES, of_eval_set
@@ -21,7 +21,6 @@ from draftworks.targets.answers import make_greedy_settings
 from draftworks.targets.registry import HELDOUT
 from draftworks.targets.training_data import load_slice_plan
 
-TRAIN = "train"
 EVAL_PART = "all"
 _LEFT_OUT = (
     *("rejected", "duplicates", "superseded"),

@@ -15,6 +15,7 @@ from draftworks.planning.subject import PlanSubject
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.asset_names import (
     FP8_GATE,
+    RESPONSES,
     TOKENIZED_TRAIN,
     TRAINING_FEATURES,
     of_eval_set,
@@ -31,6 +32,8 @@ from draftworks.targets.answers import make_answers_identity
 from draftworks.targets.registry import HELDOUT
 from draftworks.targets.training_data import identify_conversations, identify_eval_set
 
+TRAIN = "train"
+"""The part of the prepared conversations that is trained on."""
 PLANNED = "planned"
 """In the summary of a feature set whose features stream to the trainer."""
 
@@ -80,20 +83,11 @@ def find_answers(subject: PlanSubject, asset: str, part: str, settings: Response
     Args:
         asset: that holds them; `name` is their eval set, or `heldout` for training data too.
     """
-    if subject.files is None:
-        return Found()
     chosen = find_conversations(subject, name)
-    related = {each.data_version for each in _list_prepared(subject, name, same_choice=False)}
     version = "" if chosen is None else chosen.data_version
-    wanted = make_answers_identity(subject.target, subject.files, version, part, settings)
-    partial: list[Artifact] = []
-    for each in subject.list_results(asset):
-        found = AnswersIdentity.of(each)
-        if found == wanted:
-            return Found(exact=each)
-        if replace(found, conversations=version) == wanted and found.conversations in related:
-            partial.append(each)
-    return Found(partial=_choose_largest(partial))
+    alike = _list_answers(subject, asset, part, settings, name)
+    exact = next((each for each in alike if AnswersIdentity.of(each).conversations == version), None)
+    return Found(exact=exact) if exact is not None else Found(partial=_choose_largest(alike))
 
 
 def find_tokens(subject: PlanSubject, answers: Found) -> Artifact | None:
@@ -106,18 +100,25 @@ def find_tokens(subject: PlanSubject, answers: Found) -> Artifact | None:
 
 
 def find_features(subject: PlanSubject, tokens: Artifact | None, capture: CaptureSpec) -> Found:
-    """Return what exists of the stored training features. Those that were streamed are not stored."""
+    """Return what exists of the stored training features: of the same answers to the same data, whichever was chosen.
+
+    Those that were streamed are not stored.
+    """
     if subject.files is None:
         return Found()
     partial: list[Artifact] = []
     taps, kept = list_taps(subject), capture.to_identity()
+    answers = _list_answers(subject, RESPONSES, TRAIN, subject.target.responses, HELDOUT)
+    versions = {each.data_version for each in answers}
+    tokenized = subject.list_results(TOKENIZED_TRAIN)
+    usable = {each.data_version for each in tokenized if each.identity.get("responses") in versions}
     for each in subject.list_results(TRAINING_FEATURES):
         found = FeaturesIdentity.of(each)
         if each.summary.get(PLANNED) or found.target != subject.files.digest or found.capture != kept:
             continue
         if tokens is not None and (found.tokens, found.taps) == (tokens.data_version, taps):
             return Found(exact=each)
-        if set(taps) <= set(found.taps or ()):
+        if found.tokens in usable and set(taps) <= set(found.taps or ()):
             partial.append(each)
     return Found(partial=_choose_largest(partial))
 
@@ -235,6 +236,16 @@ def _list_prepared(subject: PlanSubject, name: str, same_choice: bool) -> Iterat
         same = replace(found, dataset=version, vocab_size=None) == wanted
         if (remote or found.dataset == version) and (same or not same_choice):
             yield each
+
+
+def _list_answers(subject: PlanSubject, asset: str, part: str, settings: ResponseSpec, name: str) -> list[Artifact]:
+    """Return the answers, newest first, to any choice of the conversations of the same files, with the same settings."""
+    if subject.files is None:
+        return []
+    related = {each.data_version for each in _list_prepared(subject, name, same_choice=False)}
+    wanted = make_answers_identity(subject.target, subject.files, "", part, settings)
+    found = [(each, AnswersIdentity.of(each)) for each in subject.list_results(asset)]
+    return [each for each, of in found if of.conversations in related and replace(of, conversations="") == wanted]
 
 
 def _choose_largest(results: list[Artifact]) -> Artifact | None:

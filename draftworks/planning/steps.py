@@ -11,9 +11,10 @@ from draftworks.config.capture import CaptureSpec
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.strategies import resolve_strategy
 from draftworks.config.streaming import StreamingSpec
-from draftworks.planning.amounts import TRAIN, Amount
+from draftworks.planning.amounts import Amount
 from draftworks.planning.estimates import NOTHING, Estimate, Source
 from draftworks.planning.made_results import (
+    TRAIN,
     Found,
     find_draft,
     find_eval_features,
