@@ -130,21 +130,20 @@ class Service:
             RefusedError: the rule does not accept it, or a canary has nothing to stand beside.
             ConflictError: another draft was put into service meanwhile, or another one than expected is.
         """
-        if judgement.current is not None and judgement.is_in_service and request.share is None:
-            self._expect(request, judgement.current)
-            return judgement.current
+        seen, served = judgement.current, judgement.candidate.served
+        expected = self._expect(request, seen)
+        if seen is not None and judgement.is_in_service and request.share is None:
+            return seen
         if not judgement.accepted and not request.force:
             raise RefusedError(self._explain_refusal(judgement))
         if not judgement.accepted and not request.why:
             raise RefusedError("the rule is only overruled with a reason, for the record: --why")
         if request.share is not None and not 0 < request.share < 1:
             raise RefusedError(f"a canary's share: expected a number between 0 and 1, found {request.share:g}")
-        if request.share is not None and judgement.current is None:
+        if request.share is not None and seen is None:
             raise RefusedError("a canary stands beside a draft in service, and there is none: promote one first")
-        seen = judgement.current
-        served = judgement.candidate.served
-        if judgement.accepted:
-            self.accept(judgement)
+        if request.share is not None and seen is not None and seen.draft.digest == served.digest:
+            raise RefusedError(f"draft {served.digest} is in service: it cannot be its own canary")
 
         def make(now: InService | None) -> InService:
             if (now and now.number) != (seen and seen.number):
@@ -153,9 +152,9 @@ class Service:
                     "judged: nothing is changed, ask again"
                 )
             require_present(self.artifacts.root, served)
+            if judgement.accepted:
+                self.accept(judgement)
             if request.share is not None and now is not None:
-                if now.draft.digest == served.digest:
-                    raise RefusedError(f"draft {served.digest} is in service: it cannot be its own canary")
                 made = self._follow(now, "canary", request, judgement)
                 return replace(made, canary=Canary(served, request.share))
             made = replace(self._follow(now, "promote", request, judgement), draft=served)
@@ -163,7 +162,7 @@ class Service:
                 return made
             return replace(made, previous=now.draft.digest, rollback_to=now.number)
 
-        done = self.register.replace(self._expect(request, seen), make)
+        done = self.register.replace(expected, make)
         assert done is not None
         forget_accepted(self.register)
         return done
@@ -269,8 +268,13 @@ class Service:
         Raises:
             ConflictError: the draft that was asked for is not the one in service.
         """
-        if request.expected is None or seen is None:
-            return request.expected if seen is None else seen.draft.digest
+        if request.expected is None:
+            return None if seen is None else seen.draft.digest
+        if seen is None:
+            raise ConflictError(
+                f"target {self.target.name}, {self.strategy}: expected draft {request.expected} in service, found none: "
+                "nothing is changed"
+            )
         expected, reason = request.expected, ""
         try:
             expected = choose_name(expected, read_served_names(self.register.read_history()))

@@ -15,7 +15,7 @@ from service_site import ServiceSite
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.service.candidate import RefusedError
 from draftworks.service.promotion import Request
-from draftworks.service.register import ConflictError
+from draftworks.service.register import LOCK, ConflictError
 from draftworks.service.resolve import require_present, resolve_draft
 from draftworks.service.states import State, read_states
 
@@ -38,10 +38,16 @@ def serving(site: ServiceSite) -> str:
 
 def refuse(site: ServiceSite, match: str, ask, error: type[DraftworksError] = RefusedError) -> None:
     """What is asked is an error with these words, and nothing has moved."""
-    before = site.open().register.read_history()
+    before = read_folder(site)
     with pytest.raises(error, match=match):
         ask()
-    assert site.open().register.read_history() == before
+    assert read_folder(site) == before
+
+
+def read_folder(site: ServiceSite) -> dict[Path, bytes]:
+    """All that is recorded of the draft in service, of those before it and of those that were accepted."""
+    files = [path for path in site.open().register.folder.rglob("*") if path.is_file() and LOCK not in path.parts]
+    return {path: path.read_bytes() for path in files}
 
 
 def test_the_first_draft_of_a_target_needs_no_comparison(site: ServiceSite):
