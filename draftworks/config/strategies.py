@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
+
+from pydantic import model_validator
 
 from draftworks.config.registry_files import Spec
 from draftworks.config.validation import parse_spec
@@ -37,6 +39,17 @@ class StrategyOptions(Spec):
     structural: ClassVar[tuple[str, ...]] = ()
     execution: ClassVar[tuple[str, ...]] = ()
     added: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_teacher(cls, values: Any) -> Any:
+        name = "teacher_temperature"
+        if isinstance(values, Mapping) and name in values and name not in cls.model_fields:
+            raise ValueError(
+                f"{name}: this strategy's labels are tokens, and its loss compares no distributions that a temperature "
+                "could soften: leave it out, or take a strategy that has the option"
+            )
+        return values
 
     def to_identity(self) -> dict[str, Any]:
         """Return the options that decide the draft, by name."""

@@ -21,11 +21,14 @@ class StepContext:
     Attributes:
         training: True where the batch is trained on, False where it is evaluated. Independent of autograd: an
             evaluation gives the same numbers with and without gradients.
+        temperatures: above 0, at which an evaluation also measures how likely a server accepts the draft's tokens, if the
+            strategy reads the target's distributions.
     """
 
     global_step: int = 0
     total_steps: int = 0
     training: bool = field(kw_only=True)
+    temperatures: tuple[float, ...] = ()
 
 
 @dataclass
@@ -39,8 +42,9 @@ class StepOutput:
         metric_sums: detached float64 sums by name, shape (T,) by draft step: `acc_corrects`, `acc_denoms` (accuracy),
             `loss_sums`, `loss_denoms` (loss per step), `acceptance_sums`, `acceptance_denoms` (probability that
             rejection sampling accepts, in evaluations; with a reduced vocabulary over the positions whose label is in
-            it, and `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), and the strategy's
-            own: `X_sums` with `X_denoms` are reported as `eval/X`.
+            it, and `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), the same over all
+            labels at each temperature of the context, as in draftworks.drafts.temperatures, and the strategy's own:
+            `X_sums` with `X_denoms` are reported as `eval/X`.
     """
 
     loss_sum: Tensor

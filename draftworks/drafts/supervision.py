@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.temperatures import soften
 
 
 def token_mean_label_mask(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:
@@ -112,13 +113,14 @@ class Teacher(NamedTuple):
 
     @torch.no_grad()
     def compute_distributions(
-        self, positions: Tensor, dtype: torch.dtype, with_mass: bool, with_unknown: bool
+        self, positions: Tensor, dtype: torch.dtype, with_mass: bool, with_unknown: bool, temperature: float = 1.0
     ) -> TeacherChunk:
         """Return the distributions at the positions (n,), in `dtype`.
 
         The head runs in its own dtype, as in the target itself, so that the target's argmax is reproduced.
 
         Args:
+            temperature: that its logits are divided by.
             with_unknown: keep positions whose label is outside the draft vocabulary; otherwise they are left out.
         """
         logits = F.linear(self.last[positions].to(self.head.dtype), self.head)  # (n, V)
@@ -129,8 +131,8 @@ class Teacher(NamedTuple):
             kept = torch.ones_like(kept)
         elif not kept.all():
             logits, restricted, labels = logits[kept] if with_mass else logits, restricted[kept], labels[kept]
-        restricted = restricted.to(dtype)
+        restricted = soften(restricted.to(dtype), temperature)
         mass = None
         if with_mass:
-            mass = restricted.logsumexp(-1).sub_(logits.to(dtype).logsumexp(-1)).exp_()
+            mass = restricted.logsumexp(-1).sub_(soften(logits.to(dtype), temperature).logsumexp(-1)).exp_()
         return TeacherChunk(kept, restricted.softmax(-1), labels, mass)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from draftworks.distributed.collectives import gather_from_ranks, sum_over_ranks
 from draftworks.drafts.strategy import StepOutput
+from draftworks.drafts.temperatures import RATE_PREFIX
 
 CORRECT, SUPERVISED = "acc_corrects", "acc_denoms"
+SIMULATED_METRIC = "eval/simulated_acc_len"
 BLOCK_METRIC, WALK_METRIC = "eval/rung2_block_acc_len", "eval/rung3_walk_acc_len"
 RATE = "eval/acceptance_rate_"
 CONDITIONAL_RATE, UNCONDITIONAL_RATE = "eval/conditional_acceptance_rate_", "eval/unconditional_acceptance_rate_"
@@ -94,11 +96,16 @@ class EvalResult:
 
         SpecForge's Evaluator reports it for drafts that unroll; for block drafts it repeats its one accuracy here.
         """
-        length, product = 0.0, 1.0
-        for accuracy in self.per_position_acc:
-            product *= accuracy
-            length += product
-        return length
+        return _chain_length(self.per_position_acc)
+
+    @property
+    def sampled_acc_lens(self) -> dict[float, float]:
+        """Rung 1 of sampling, by temperature: a0 + a0 a1 + a0 a1 a2 + …, where a_i is the mean at draft position i of the
+        probability that rejection sampling accepts. Empty if it was not measured.
+        """
+        names = [name.removesuffix("_sums") for name in self.metric_sums if name.endswith("_sums")]
+        rates = {name.removeprefix(RATE_PREFIX): name for name in names if name.startswith(RATE_PREFIX)}
+        return {float(temperature): _chain_length(self._by_position(name)) for temperature, name in rates.items()}
 
     @property
     def acceptance_rates(self) -> AcceptanceRates | None:
@@ -117,12 +124,13 @@ class EvalResult:
         named: dict[str, Any] = {
             "eval/avg_acc": self.avg_acc,
             "eval/per_position_acc": list(self.per_position_acc),
-            "eval/simulated_acc_len": self.simulated_acc_len,
+            SIMULATED_METRIC: self.simulated_acc_len,
             "eval/supervised_tokens": self.supervised_tokens,
         }
         if self.avg_loss is not None:
             named["eval/avg_loss"] = self.avg_loss
         named |= {f"eval/ploss_{i}": loss for i, loss in enumerate(self._by_position("loss"))}
+        named |= {f"{SIMULATED_METRIC}_t{each:g}": length for each, length in self.sampled_acc_lens.items()}
         return named | self._rate_metrics() | self._strategy_metrics() | self._replay_metrics()
 
     def _rate_metrics(self) -> dict[str, float]:
@@ -230,6 +238,15 @@ def agree_on_layout(accumulator: MetricAccumulator) -> dict[str, int]:
         for name, length in rank_layout.items():
             layout[name] = max(length, layout.get(name, 0))
     return layout
+
+
+def _chain_length(rates: tuple[float, ...]) -> float:
+    """Return r0 + r0 r1 + r0 r1 r2 + …"""
+    length, product = 0.0, 1.0
+    for rate in rates:
+        product *= rate
+        length += product
+    return length
 
 
 def _ratios(numerators: tuple[float, ...], denominators: tuple[float, ...]) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ _COMMON_METRICS = frozenset(
 )
 ACCEPTANCE_RATES = ("acceptance_rate", "conditional_acceptance_rate", "unconditional_acceptance_rate")
 """In `EvalResult.metrics` these are named `eval/{rate}_{position}`."""
-_BY_POSITION = ("eval/ploss_", *(f"eval/{name}_" for name in ACCEPTANCE_RATES))
+_NUMBERED = ("eval/ploss_", "eval/simulated_acc_len_t", *(f"eval/{name}_" for name in ACCEPTANCE_RATES))
 
 
 def select_strategy_metrics(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
@@ -33,7 +33,7 @@ def select_strategy_metrics(metrics: Mapping[str, Any]) -> dict[str, float | lis
     return {
         name.removeprefix("eval/"): value
         for name, value in metrics.items()
-        if name not in _COMMON_METRICS and not name.startswith(_BY_POSITION)
+        if name not in _COMMON_METRICS and not name.startswith(_NUMBERED)
     }
 
 

@@ -19,7 +19,7 @@ from draftworks.data.slice_columns import THINKING, THINKING_PAIR
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.process_group import open_process_group
 from draftworks.drafts.draft_io import load_draft
-from draftworks.drafts.strategy import ChainStrategy, DraftStrategy
+from draftworks.drafts.strategy import ChainStrategy, DraftStrategy, StepContext
 from draftworks.errors import ConfigError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, measure_label_agreement
@@ -125,12 +125,14 @@ class _EvaluationRun:
         return loader
 
     def measure_accuracy(self, name: str, forward: Forward) -> EvalResult:
-        """Measure rungs 0 and 1.
+        """Measure rungs 0 and 1; rung 1 also at the temperatures of rung 4 that sample.
 
         Raises:
             DataError: no sample has a token to measure on.
         """
-        result = Evaluator(self.device).run(forward, self.build_loader())
+        sampled = tuple(each for each in self.run.evaluation.loop.temperatures if each > 0)
+        ctx = StepContext(training=False, temperatures=sampled)
+        result = Evaluator(self.device).run(forward, self.build_loader(), ctx)
         if result is None:
             raise make_empty_heldout_error(self.run.heldout)
         self._log(f"{name}: simulated_acc_len {result.simulated_acc_len:.3f} (rung 1), accuracy {result.avg_acc:.3f}")

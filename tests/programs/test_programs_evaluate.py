@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -17,7 +18,7 @@ from draftworks.config.registry_files import EvaluationSpec, LoopSpec
 from draftworks.config.run_files import EvaluateRun, TargetFiles
 from draftworks.errors import StoreError
 from draftworks.evaluation.report.report import Report
-from draftworks.evaluation.report.summary import DIFFERENCES
+from draftworks.evaluation.report.summary import DIFFERENCES, ReportSummary
 from draftworks.features.manifest import FeatureSetIdentity, read_feature_set, write_feature_set
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
@@ -77,6 +78,23 @@ def test_only_a_temperature_that_is_new_is_decoded(
     assert len(list((tmp_path / "loops").iterdir())) == 2
     told = [line for line in capsys.readouterr().out.splitlines() if "(rung 4)" in line]
     assert ["; cached, measured on " in line for line in told] == [False, True]
+
+
+def test_rungs_1_and_4_are_measured_at_the_temperatures_that_servers_sample_at(
+    trained: RunFiles, tmp_path: Path, loads: list[str]
+) -> None:
+    run = run_of(trained, tmp_path / "sampled", tmp_path / "loops", temperatures=[0.0, 0.7], prompts=1)
+    metrics = evaluate(run, ProgramContext())["drafts"]["trained"]
+    summary = ReportSummary.load(run.out)
+    greedy, sampled = summary.select_scores("trained", 1)
+    assert (greedy.temperature, greedy.value) == (None, summary.simulated_acc_len)
+    assert (sampled.metric, sampled.temperature) == ("simulated_acc_len_t0.7", 0.7)
+    assert sampled.value == metrics["eval/simulated_acc_len_t0.7"]
+    rates = metrics["eval/sampled_acceptance_t0.7"]
+    assert all(0 < rate < 1 for rate in rates)
+    assert sampled.value == pytest.approx(np.cumprod(rates).sum())
+    assert [loop.temperature for loop in summary.select_scores("trained", 4)] == [0.0, 0.7]
+    assert not summary.best.temperature
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 RUNG_MEANINGS = {
     0: "How often the draft's token at a position is the target's own argmax, teacher-forced.",
-    1: "a1 + a1 a2 + a1 a2 a3 + … of these accuracies: what would be accepted if positions were independent.",
+    1: "a1 + a1 a2 + a1 a2 a3 + … of these accuracies: what would be accepted if positions were independent; "
+    "at a temperature, of the probabilities that rejection sampling accepts.",
     2: "The accepted prefix of a proposal, counted jointly, at every position of the answers.",
     3: "The walk: greedy serving replayed from stored features. It visits only the positions at which a server asks the "
     "draft, jumping by what was accepted.",

@@ -109,6 +109,8 @@ def _collect_of_draft(name: str, measured: DraftMeasurement, resampling: Resampl
     for position, accuracy in enumerate(result.per_position_acc, start=1):
         yield Finding(name, 0, f"per_position_acc_{position}", accuracy)
     yield Finding(name, 1, SIMULATED, result.simulated_acc_len)
+    for temperature, length in result.sampled_acc_lens.items():
+        yield Finding(name, 1, f"{SIMULATED}_t{temperature:g}", length, temperature=temperature)
     for rung in list_counted_rungs(measured):
         acceptance = summarize_acceptance(rung.prompts, resampling)
         yield Finding(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.temperature, rung.speed_up)

@@ -162,21 +162,21 @@ class ReportSummary:
 
     @property
     def simulated_acc_len(self) -> float:
-        """Rung 1 of the trained draft; every report has it."""
-        [score] = self.select_scores(TRAINED, 1)
+        """Rung 1 of the trained draft, greedy; every report has it."""
+        [score] = (score for score in self.select_scores(TRAINED, 1) if not score.temperature)
         if score.value is None:
             raise StoreError(f"a report without {score.metric} of the trained draft. {EVALUATE_AGAIN}")
         return score.value
 
     def select_scores(self, draft: str, rung: int) -> tuple[RungScore, ...]:
-        """Return the scores of a draft on a rung: on rung 0 one per draft position, on rung 4 one per temperature."""
+        """Return the scores of a draft on a rung: on rung 0 one per draft position, on 1 and 4 one per temperature."""
         return tuple(score for score in self.scores if (score.draft, score.rung) == (draft, rung))
 
     @property
     def best(self) -> RungScore:
         """The trained draft on its highest greedy rung that has a value: the number nearest to serving.
 
-        Sampled loops are left out: their acceptance does not compare with that of lower rungs, which are greedy.
+        Sampled rungs are left out: their acceptance does not compare with that of the others, which are greedy.
         """
         greedy = [score for score in self.scores if score.draft == TRAINED and not score.temperature]
         return max((score for score in greedy if score.value is not None), key=lambda score: score.rung)

@@ -1,17 +1,18 @@
 """DSpark's loss: cross-entropy, total variation and confidence error of labels, in chunks of whole blocks.
 
 With frozen head W, projection P, state z and narrow Markov features n of a label, its logits are W·z + P·n, p is their
-softmax, and its teacher is q = softmax(W·last) at the position before the label. The label costs
+softmax, and its teacher is q = softmax(W·last) at the position before the label, where both divide their logits by the
+teacher's temperature T first. The label costs
 
-    w·(ce_weight·CE + tv_weight·‖q - p‖₁ + confidence_weight·BCE(confidence, a)),   a = clamp(1 - ½‖q - p‖₁, 0, 1)
+    w·(ce_weight·CE + tv_weight·T²·‖q - p‖₁ + confidence_weight·BCE(confidence, a)),   a = clamp(1 - ½‖q - p‖₁, 0, 1)
 
-CE is that of the label, the token itself. a = Σ_v min(q_v, p_v) is the probability that rejection sampling accepts a token
-drawn from p; it has no gradient. Only labels that count get logits. Shapes as in draftworks.strategies.dflash.loss.
+CE is that of the label, the token itself, at temperature 1. a = Σ_v min(q_v, p_v) is the probability that rejection sampling
+at T accepts a token drawn from p; it has no gradient. Only labels that count get logits. Shapes as in draftworks.strategies.dflash.loss.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.temperatures import Temperatures, soften
 from draftworks.strategies.dflash.loss import BlockChunk, LabelWeighting, at_least_float32, is_argmax, split_into_chunks
-from draftworks.strategies.dflash.teacher import Teacher
+from draftworks.strategies.dflash.teacher import Teacher, judge_acceptance
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class DSparkObjective:
     tv_weight: float
     confidence_weight: float
     chunk_blocks: int
+    temperatures: Temperatures = Temperatures()
 
 
 class DSparkStates(NamedTuple):
@@ -61,11 +64,12 @@ class DSparkLosses(NamedTuple):
     Attributes:
         loss_sums: (k,), by place, what labels cost before w.
         corrects: (k,), number of labels that are the argmax.
-        acceptance_sums: (k,), of a.
+        acceptance_sums: (k,), of a; in evaluations at temperature 1, as `tau`.
         accepted: scalar, total length of the blocks' prefixes that are the argmax.
         tau: scalar, Σ over blocks of a_1 + a_1·a_2 + …: the expected number of accepted proposals, had the proposals
             been the labels.
         confidence_errors: (k,), of |σ(confidence) - a|; None without a confidence head.
+        sampled: (m, k), `acceptance_sums` at each of `Temperatures.judged`; None in training.
     """
 
     loss: Tensor
@@ -75,6 +79,7 @@ class DSparkLosses(NamedTuple):
     accepted: Tensor
     tau: Tensor
     confidence_errors: Tensor | None
+    sampled: Tensor | None = None
 
 
 def dspark_losses(
@@ -95,7 +100,8 @@ def dspark_losses(
         labels: (N, k) int64.
         label_mask: (N, k) bool, on at L labels; in a block, at the first ones.
     """
-    teacher = Teacher(last, head)
+    teacher, temperatures = Teacher(last, head), objective.temperatures
+    distance_weight = objective.tv_weight * temperatures.loss_factor
 
     def formula(
         chunk: BlockChunk,
@@ -108,10 +114,12 @@ def dspark_losses(
         logits = at_least_float32(F.linear(states, head).addmm(narrow, projection.T))  # (l, V)
         log_p = logits.log_softmax(-1)
         ce = F.nll_loss(log_p, chunk.labels, reduction="none")  # (l,)
-        q = teacher.compute_distributions(positions, log_p.dtype)  # (l, V)
+        q = teacher.compute_distributions(positions, log_p.dtype, temperatures.teacher)  # (l, V)
+        if temperatures.teacher != 1:
+            log_p = soften(logits, temperatures.teacher).log_softmax(-1)
         distance = (log_p.exp() - q).abs().sum(-1)  # (l,)
         a = (1 - distance.detach() / 2).clamp(0, 1)
-        cost, errors = objective.ce_weight * ce + objective.tv_weight * distance, None
+        cost, errors = objective.ce_weight * ce + distance_weight * distance, None
         if confidences is not None:
             confidences = confidences.to(a.dtype)
             misjudged = F.binary_cross_entropy_with_logits(confidences, a, reduction="none")
@@ -128,4 +136,9 @@ def dspark_losses(
             confidence_errors=errors,
         )
 
-    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), inputs, [projection])
+    def measure(temperatures: Temperatures) -> DSparkLosses:
+        softened = replace(objective, temperatures=temperatures)
+        return dspark_losses(inputs, head, projection, last, labels, label_mask, softened)
+
+    chunks = split_into_chunks(labels, label_mask, objective.chunk_blocks)
+    return judge_acceptance(chunked_loss(formula, chunks, inputs, [projection]), temperatures, measure)

@@ -7,14 +7,16 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftworks.config.strategies import ExportSpec, StrategySpec, allow_packing, register_strategy
+from draftworks.config.teacher_options import TeacherOptions
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
 
 
-class DSparkOptions(DFlashOptions):
+class DSparkOptions(DFlashOptions, TeacherOptions):
     """DSpark: a block of DFlash whose tokens know the one before them, and how likely each is to be accepted (DeepSpec, SpecForge)."""
 
     strategy: ClassVar[str] = "dspark"
+    added = (*DFlashOptions.added, *TeacherOptions.added)
     structural = (
         *DFlashOptions.structural,
         *("markov_head_type", "markov_rank", "confidence_head", "confidence_with_markov"),
@@ -60,6 +62,8 @@ class DSparkOptions(DFlashOptions):
             )
         if self.ce_weight == self.tv_weight == 0:
             raise ValueError("ce_weight and tv_weight are both 0: no proposal would learn anything, set one above 0")
+        if self.tv_weight == 0 and self.teacher_temperature != 1:
+            raise ValueError("teacher_temperature softens the distance of tv_weight, which is 0: leave it out")
         return self
 
 

@@ -6,7 +6,7 @@ of all steps that they teach. So a distribution is computed once for all steps, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
 from draftworks.drafts.objectives import BatchObjective, CrossEntropy, Objective
-from draftworks.drafts.supervision import Teacher, TeacherPlan
+from draftworks.drafts.strategy import StepContext
+from draftworks.drafts.supervision import Teacher, TeacherChunk, TeacherPlan
+from draftworks.drafts.temperatures import Temperatures, name_sampled_sums, soften
 
 CHUNK_ELEMENTS = 2**20
 """Logits held at a time, the larger number of the teacher's and the draft's; at least MIN_CHUNK_LABELS labels."""
@@ -34,9 +36,10 @@ class DistillationLosses(NamedTuple):
         loss_sums: of the objective.
         corrects: labels that are the draft's argmax.
         taught: number of labels inside the draft vocabulary.
-        accepted: Σ α, see draftworks.drafts.objectives. None in training where the objective does not need it, because
-            it costs a pass over the teacher's logits.
+        accepted: Σ α, see draftworks.drafts.objectives; at temperature 1 in evaluations, else at that of the loss. None in
+            training where the objective does not need it, because it costs a pass over the teacher's logits.
         accepted_all: Σ α, labels outside the draft vocabulary included; None in training.
+        sampled: (m, T), `accepted_all` at each of `Temperatures.judged`; None in training.
     """
 
     loss: Tensor
@@ -45,8 +48,9 @@ class DistillationLosses(NamedTuple):
     taught: Tensor
     accepted: Tensor | None
     accepted_all: Tensor | None
+    sampled: Tensor | None = None
 
-    def metric_sums(self, supervised: Tensor) -> dict[str, Tensor]:
+    def metric_sums(self, supervised: Tensor, ctx: StepContext) -> dict[str, Tensor]:
         """Return the sums of `StepOutput`, for (T,) supervised positions of each step."""
         sums = {
             "acc_corrects": self.corrects,
@@ -59,7 +63,7 @@ class DistillationLosses(NamedTuple):
         if self.accepted_all is not None:
             all_labels = {"acceptance_sums": self.accepted_all, "acceptance_denoms": supervised}
             sums |= {f"unconditional_{name}": each for name, each in all_labels.items()}
-        return sums
+        return sums | name_sampled_sums(ctx, self.sampled, supervised)
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,11 @@ def distill(
     plan: TeacherPlan,
     step_weights: Sequence[float],
     objective: Objective | BatchObjective,
-    training: bool,
+    temperatures: Temperatures,
 ) -> DistillationLosses:
     """Return the objective over every supervised state against its teacher.
+
+    An evaluation has temperatures to judge at; each other than the loss's own costs a pass over the logits.
 
     Args:
         states: (Q, H) of all steps, what the draft's head is applied to.
@@ -98,13 +104,21 @@ def distill(
         plan: which states are taught by which rows of `teacher.last`.
         objective: a `BatchObjective` costs a second pass, which takes its means beforehand.
     """
+    sides, training = (states, head, teacher, plan, step_weights), not temperatures.judged
     if isinstance(objective, BatchObjective):
         with torch.no_grad():
-            means = _distill(states, head, teacher, plan, step_weights, CrossEntropy(), True, False)
+            means = _distill(*sides, CrossEntropy(), temperatures.teacher, True, False)
         assert means.accepted is not None, "asked for with the mass"
         objective = objective.for_batch(means.accepted, means.taught)
     with_mass = objective.needs_acceptance or not training
-    return _distill(states, head, teacher, plan, step_weights, objective, with_mass, not training)
+    trained = _distill(*sides, objective, temperatures.teacher, with_mass, not training)
+    if training:
+        return trained
+    judged = temperatures.judge(trained, lambda each: _distill(*sides, CrossEntropy(), each, True, True))
+    sampled = [each.accepted_all for each in judged if each.accepted_all is not None]
+    return trained._replace(
+        accepted=judged[0].accepted, accepted_all=judged[0].accepted_all, sampled=torch.stack(sampled)
+    )
 
 
 def number_across_steps(rows: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -120,6 +134,7 @@ def _distill(
     plan: TeacherPlan,
     step_weights: Sequence[float],
     objective: Objective,
+    temperature: float,
     with_mass: bool,
     with_unknown: bool,
 ) -> DistillationLosses:
@@ -128,7 +143,7 @@ def _distill(
 
     def formula(chunk: DistillationChunk, states: Tensor, head: Tensor) -> DistillationLosses:
         logits = F.linear(states, head).to(wide)  # (n, V_d)
-        log_p = logits.log_softmax(-1)
+        log_p = soften(logits, temperature).log_softmax(-1)
         ce = -(chunk.q * log_p).sum(-1)  # (n,)
         acceptance = torch.zeros_like(ce)
         if chunk.mass is not None:
@@ -136,7 +151,7 @@ def _distill(
             # The minimum of both; torch.minimum takes more passes backward, as it splits gradients between equals.
             acceptance = torch.where(p < mass_q, p, mass_q).sum(-1)  # (n,)
         known = chunk.labels >= 0
-        losses = objective.label_losses(ce, acceptance, chunk.steps)
+        losses = temperature**2 * objective.label_losses(ce, acceptance, chunk.steps)
         if with_unknown:
             losses = losses * known
         # `max` with its indices is several times faster than `argmax` on a CPU.
@@ -155,21 +170,24 @@ def _distill(
             accepted_all=by_step(acceptance) if with_unknown else None,
         )
 
-    chunks = _split_into_chunks(teacher, plan, wide, with_mass, with_unknown, head)
+    def teach(positions: Tensor) -> TeacherChunk:
+        return teacher.compute_distributions(positions, wide, with_mass, with_unknown, temperature)
+
+    chunks = _split_into_chunks(teach, teacher.head, plan, head)
     return chunked_loss(formula, chunks, [states], [head])
 
 
 def _split_into_chunks(
-    teacher: Teacher, plan: TeacherPlan, dtype: torch.dtype, with_mass: bool, with_unknown: bool, head: Tensor
+    teach: Callable[[Tensor], TeacherChunk], target_head: Tensor, plan: TeacherPlan, head: Tensor
 ) -> Iterator[DistillationChunk]:
     """Yield chunks of teacher positions; at least one, which may be empty."""
     steps, count = plan.draft_positions.shape
     fewest = GPU_CHUNK_LABELS if head.is_cuda else MIN_CHUNK_LABELS
-    at_once = CHUNK_ELEMENTS // max(teacher.head.shape[0], steps * head.shape[0])
+    at_once = CHUNK_ELEMENTS // max(target_head.shape[0], steps * head.shape[0])
     at_once = max(1, -(-fewest // steps), at_once)
     for start in range(0, max(count, 1), at_once):
         part = slice(start, start + at_once)
-        taught = teacher.compute_distributions(plan.teacher_positions[part], dtype, with_mass, with_unknown)
+        taught = teach(plan.teacher_positions[part])
         rows = plan.draft_positions[:, part][:, taught.kept]  # (T, m)
         step, position = (rows >= 0).nonzero(as_tuple=True)  # (n,), (n,)
         yield DistillationChunk(

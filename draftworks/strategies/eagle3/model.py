@@ -14,6 +14,7 @@ from draftworks.drafts.layers import ReducedVocabularyDraft, RmsNorm, Rotary, ar
 from draftworks.drafts.objectives import BatchObjective, Objective
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.drafts.temperatures import Temperatures
 from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Layer, Eagle3Sizes, StepStates
 from draftworks.strategies.eagle3.loss import DistillationLosses, distill, number_across_steps
 
@@ -148,7 +149,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
         step_weights: Sequence[float],
         objective: Objective | BatchObjective,
         documents: Documents,
-        training: bool,
+        temperatures: Temperatures,
     ) -> DistillationLosses:
         """Unroll and distil; called once per micro-batch.
 
@@ -163,4 +164,4 @@ class Eagle3Draft(ReducedVocabularyDraft):
         plan = make_teacher_plan(label_mask)
         rows = [active.renumber(rows) for rows in plan.draft_positions]
         plan = plan._replace(draft_positions=number_across_steps(rows, [active.index.numel()] * len(rows)))
-        return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective, training)
+        return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective, temperatures)

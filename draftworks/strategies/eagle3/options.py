@@ -9,10 +9,11 @@ from pydantic import Field, model_validator
 from draftworks.config.layer_options import LayerOptions
 from draftworks.config.option_checks import check_served_heads, choose_eagle_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
+from draftworks.config.teacher_options import TeacherOptions
 from draftworks.storage.identity import LayerTap
 
 
-class Eagle3Options(LayerOptions):
+class Eagle3Options(LayerOptions, TeacherOptions):
     """EAGLE-3: one decoder layer over fused taps of the target, trained on its own outputs (test-time training)."""
 
     structural = (
@@ -20,7 +21,11 @@ class Eagle3Options(LayerOptions):
         *("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "feedback", "sliding_window"),
     )
     execution = ("attention",)
-    added = (*LayerOptions.added, "norm_before_fc", "norm_before_residual", "sliding_window")
+    added = (
+        *LayerOptions.added,
+        *TeacherOptions.added,
+        *("norm_before_fc", "norm_before_residual", "sliding_window"),
+    )
 
     ttt_length: int = Field(
         default=7, ge=1, le=32, description="Draft steps unrolled in training, which is the length of a proposal."

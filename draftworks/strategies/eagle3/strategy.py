@@ -23,6 +23,7 @@ from draftworks.drafts.objectives import (
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.drafts.temperatures import Temperatures
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.drafter import Eagle3Drafter
 from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Sizes
@@ -52,7 +53,7 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
     """One decoder layer trained on its own outputs over `ttt_length` steps.
 
     `options.objective` is the loss of a position, with CE and α as in draftworks.drafts.objectives: `ce` is CE, `lk_alpha`
-    −log α, `lk_lambda` a blend of CE and 1 − α. A position whose target argmax is outside the draft vocabulary has no loss,
+    −log α, `lk_lambda` a blend of CE and 1 − α, all at `teacher_temperature` and times its square. A position whose target argmax is outside the draft vocabulary has no loss,
     and counts as wrong in the accuracy. The modes of `options.loss`:
 
     `token_mean`: positions by `token_mean_label_mask`; loss_sum = Σ_i decay^i Σ_positions loss, loss_weight = positions
@@ -98,9 +99,10 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         scaling = self._scale_losses(supervised, mask.numel(), ctx.training)
         weights, objective = scaling.step_weights, self._objective(mask.numel())
         inputs = (batch["input_ids"], batch["features"], batch["last"])
-        result = self.model(*inputs, label_mask, weights, objective, documents, ctx.training)
+        temperatures = Temperatures.choose(self.options, ctx)
+        result = self.model(*inputs, label_mask, weights, objective, documents, temperatures)
         loss_sums = {"loss_sums": result.loss_sums * scaling.metric_factor, "loss_denoms": scaling.denoms}
-        metric_sums = result.metric_sums(supervised) | loss_sums
+        metric_sums = result.metric_sums(supervised, ctx) | loss_sums
         return StepOutput(result.loss, scaling.loss_weight.to(result.loss.dtype), metric_sums)
 
     def _scale_losses(self, supervised: Tensor, positions: int, training: bool) -> LossScaling:

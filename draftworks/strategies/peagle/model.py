@@ -32,6 +32,7 @@ from draftworks.drafts.layers import (
 from draftworks.drafts.objectives import CrossEntropy
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.drafts.temperatures import Temperatures
 from draftworks.drafts.torch_compile import without_compile
 from draftworks.strategies.eagle3.attention import ttt_attention
 from draftworks.strategies.eagle3.loss import DistillationLosses, distill, number_across_steps
@@ -295,7 +296,13 @@ class PEagleDraft(ReducedVocabularyDraft):
         return list(self.run_layers(inputs, [layout] * len(self.layers), wanted).split(by_depth.sizes))
 
     def forward(
-        self, input_ids: Tensor, features: Tensor, last: Tensor, kept: Tensor, documents: Documents, training: bool
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        last: Tensor,
+        kept: Tensor,
+        documents: Documents,
+        temperatures: Temperatures,
     ) -> DistillationLosses:
         """Distil all kept positions, each with weight 1; called once per micro-batch.
 
@@ -308,7 +315,8 @@ class PEagleDraft(ReducedVocabularyDraft):
         rows = [each.renumber(rows) for each, rows in zip(active, plan.draft_positions, strict=True)]
         plan = plan._replace(draft_positions=number_across_steps(rows, [each.index.numel() for each in active]))
         teacher = self.teacher(last, self.target_head)
-        return distill(states, self.lm_head.weight, teacher, plan, [1.0] * len(kept), CrossEntropy(), training)
+        weights = [1.0] * len(kept)
+        return distill(states, self.lm_head.weight, teacher, plan, weights, CrossEntropy(), temperatures)
 
     @torch.no_grad()
     def propose(

@@ -9,11 +9,12 @@ from pydantic import Field
 from draftworks.config.layer_options import LayerOptions
 from draftworks.config.option_checks import check_mask_token, check_served_heads, choose_eagle_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
+from draftworks.config.teacher_options import TeacherOptions
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
 
-class PEagleOptions(LayerOptions):
+class PEagleOptions(LayerOptions, TeacherOptions):
     """P-EAGLE (speculators, SpecForge): EAGLE-3's inputs, and several tokens proposed in one pass."""
 
     structural = (
@@ -25,6 +26,7 @@ class PEagleOptions(LayerOptions):
         "train_embeddings",
     )
     execution = ("attention",)
+    added = (*LayerOptions.added, *TeacherOptions.added)
 
     num_depths: int = Field(default=8, ge=1, le=32, description="Tokens proposed in one pass.")
     down_sample_ratio: float = Field(

@@ -16,6 +16,7 @@ from draftworks.drafts.option_defaults import resolve_mask_token
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.drafts.temperatures import Temperatures
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.peagle.chains import DepthSampling, draw_chains, keep_all_chains
 from draftworks.strategies.peagle.drafter import PEagleDrafter
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class PEagleStrategy(DecoderStrategy):
     """EAGLE-3's positions, each followed by a chain of masked places whose length is drawn at every step (`draw_chains`).
 
-    The loss of a position at a depth is its cross-entropy CE with the target's distribution over the draft vocabulary; if the
-    target's argmax is outside, there is no loss, and the accuracy counts it as wrong. The modes of `options.loss`:
+    The loss of a position at a depth is its cross-entropy CE with the target's distribution over the draft vocabulary, both
+    at `teacher_temperature` T and times T²; if the target's argmax is outside, there is no loss, and the accuracy counts it as wrong. The modes of `options.loss`:
 
     `token_mean`: position a at depth d is supervised if tokens a+1 … a+2+d all are, as for EAGLE-3; chains continue from such
         positions. loss_sum = Σ CE of the drawn positions, loss_weight = their number. So the weight of a depth is the
@@ -71,11 +72,10 @@ class PEagleStrategy(DecoderStrategy):
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Return the sums that the class describes. In training, the chains depend on the step of `ctx`."""
         kept = self.select_chains(batch, ctx)
-        result = self.model(
-            batch["input_ids"], batch["features"], batch["last"], kept, Documents.of(batch), ctx.training
-        )
+        inputs = (batch["input_ids"], batch["features"], batch["last"])
+        result = self.model(*inputs, kept, Documents.of(batch), Temperatures.choose(self.options, ctx))
         supervised = kept.sum(dim=(1, 2), dtype=torch.float64)
-        metric_sums = result.metric_sums(supervised)
+        metric_sums = result.metric_sums(supervised, ctx)
         if self.options.loss == "specforge":
             labelled = result.taught.sum().clamp(min=1).to(result.loss.dtype)
             answers = batch["loss_mask"].sum().to(labelled.dtype)

@@ -1,12 +1,12 @@
 """XPress's loss: that of a pass on the true tokens, of passes on the draft's own, and of the backbone, in chunks of blocks.
 
 With frozen head W, readout R, state h and refiner features n of a label, the logits of a pass are W·h + R·n, those of the
-backbone W·h. p is the softmax of such logits, q = softmax(W·last) at the position before the label is its teacher, and a
-label costs
+backbone W·h. p is the softmax of such logits, q = softmax(W·last) at the position before the label is its teacher, both of
+logits divided by the teacher's temperature T, and a label costs
 
-    c = ce_weight·CE + tv_weight·½‖q - p‖₁
+    c = ce_weight·CE + tv_weight·T²·½‖q - p‖₁
 
-CE is that of the label, the token itself. (speculators 0.9.0 takes the argmax of q, and the token with `ce_from_data`.) The
+CE is that of the label, the token itself, at temperature 1. (speculators 0.9.0 takes the argmax of q, and the token with `ce_from_data`.) The
 loss adds up, over the labels,
 
     w·c(true tokens) + consistency_weight·mean_j w_j·c(pass j on its own tokens) + base_weight·w_b·c(backbone)
@@ -17,7 +17,7 @@ draftworks.strategies.dflash.loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.temperatures import Temperatures, soften
 from draftworks.strategies.dflash.loss import (
     BlockChunk,
     LabelWeighting,
@@ -33,7 +34,7 @@ from draftworks.strategies.dflash.loss import (
     split_into_chunks,
     sum_prefix_lengths,
 )
-from draftworks.strategies.dflash.teacher import Teacher
+from draftworks.strategies.dflash.teacher import Teacher, judge_acceptance
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class XPressObjective:
     consistency_weight: float
     base_weight: float
     chunk_blocks: int
+    temperatures: Temperatures = Temperatures()
 
 
 class XPressStates(NamedTuple):
@@ -77,11 +79,13 @@ class XPressLosses(NamedTuple):
     Attributes:
         loss_sums: (k,), by place, what labels cost before w.
         corrects: (k,), number of labels that are the argmax.
-        acceptance_sums: (k,), of a = 1 - ½‖q - p‖₁, the probability that rejection sampling accepts.
+        acceptance_sums: (k,), of a = 1 - ½‖q - p‖₁, the probability that rejection sampling accepts; in evaluations at
+            temperature 1, as `tau`.
         accepted, base_accepted: scalars, total length of the blocks' prefixes that are the argmax with the refiner and
             without.
         tau: scalar, Σ over blocks of a_1 + a_1·a_2 + …: the expected number of accepted proposals, had the proposals
             been the labels.
+        sampled: (m, k), `acceptance_sums` at each of `Temperatures.judged`; None in training.
     """
 
     loss: Tensor
@@ -91,6 +95,7 @@ class XPressLosses(NamedTuple):
     accepted: Tensor
     base_accepted: Tensor
     tau: Tensor
+    sampled: Tensor | None = None
 
 
 class _Pass(NamedTuple):
@@ -119,13 +124,17 @@ def xpress_losses(
         labels: (N, k) int64.
         label_mask: (N, k) bool, on at L labels.
     """
-    teacher = Teacher(last, head)
+    teacher, temperatures = Teacher(last, head), objective.temperatures
+    distance_weight = objective.tv_weight * temperatures.loss_factor
 
     def judge(chunk: BlockChunk, logits: Tensor, q: Tensor) -> _Pass:
-        log_p = at_least_float32(logits).log_softmax(-1)
+        logits = at_least_float32(logits)
+        log_p = logits.log_softmax(-1)
         ce = F.nll_loss(log_p, chunk.labels, reduction="none")
+        if temperatures.teacher != 1:
+            log_p = soften(logits, temperatures.teacher).log_softmax(-1)
         distance = (log_p.exp() - q).abs().sum(-1) / 2
-        cost = objective.ce_weight * ce + objective.tv_weight * distance
+        cost = objective.ce_weight * ce + distance_weight * distance
         return _Pass(torch.dot(chunk.label_weights(objective.weigh, ce), cost), cost, distance.detach())
 
     def formula(
@@ -133,7 +142,7 @@ def xpress_losses(
     ) -> XPressLosses:
         base = F.linear(states, head)  # (l, V)
         passes = [base.addmm(each, projection.T) for each in narrow.unbind(1)]
-        q = teacher.compute_distributions(positions, at_least_float32(base).dtype)  # (l, V)
+        q = teacher.compute_distributions(positions, at_least_float32(base).dtype, temperatures.teacher)  # (l, V)
         refined, *rounds = (judge(chunk, logits, q) for logits in passes)
         loss = refined.loss
         if rounds:
@@ -154,4 +163,10 @@ def xpress_losses(
 
     # A label has logits in every pass, all of them at once.
     chunk_blocks = max(1, objective.chunk_blocks // (2 + objective.rounds))
-    return chunked_loss(formula, split_into_chunks(labels, label_mask, chunk_blocks), inputs, [projection])
+    chunks = split_into_chunks(labels, label_mask, chunk_blocks)
+
+    def measure(temperatures: Temperatures) -> XPressLosses:
+        softened = replace(objective, temperatures=temperatures)
+        return xpress_losses(inputs, head, projection, last, labels, label_mask, softened)
+
+    return judge_acceptance(chunked_loss(formula, chunks, inputs, [projection]), temperatures, measure)

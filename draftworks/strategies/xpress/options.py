@@ -7,13 +7,15 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from draftworks.config.strategies import ExportSpec, StrategySpec, allow_packing, register_strategy
+from draftworks.config.teacher_options import TeacherOptions
 from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
 
 
-class XPressOptions(DFlashOptions):
+class XPressOptions(DFlashOptions, TeacherOptions):
     """XPress (arXiv 2608.02438): a block of DFlash whose tokens are refined together, in a few parallel passes (speculators)."""
 
     strategy: ClassVar[str] = "xpress"
+    added = (*DFlashOptions.added, *TeacherOptions.added)
     structural = (*DFlashOptions.structural, "refiner_rank", "mlp_ratio", "jacobi_passes")
 
     block_size: int = Field(
@@ -42,6 +44,8 @@ class XPressOptions(DFlashOptions):
     def _something_is_learned(self) -> XPressOptions:
         if self.ce_weight == self.tv_weight == 0:
             raise ValueError("ce_weight and tv_weight are both 0: no proposal would learn anything, set one above 0")
+        if self.tv_weight == 0 and self.teacher_temperature != 1:
+            raise ValueError("teacher_temperature softens the distance of tv_weight, which is 0: leave it out")
         return self
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.drafts.temperatures import Temperatures, name_sampled_sums
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.dflash.block_drafter import BlockDrafter
 from draftworks.strategies.dflash.drafter import DFlashDrafter
@@ -58,17 +59,18 @@ class XPressStrategy(DFlashStrategy):
             consistency_weight=options.consistency_weight,
             base_weight=options.base_weight,
             chunk_blocks=options.objective_chunk_blocks,
+            temperatures=Temperatures.choose(options, ctx),
         )
         labels = gather_labels(blocks, ids)
         result = self.model(ids, batch["features"], batch["last"], blocks, labels, label_mask, objective)
         weight = self.compute_loss_weight(label_mask, len(batch["draws"]))
-        return StepOutput(result.loss, weight.to(result.loss.dtype), _sums(result, label_mask))
+        return StepOutput(result.loss, weight.to(result.loss.dtype), _sums(result, label_mask, ctx))
 
     def drafter(self) -> Drafter:
         return BlockDrafter(self.model, DFlashDrafter(self.backbone, self.tap_names))
 
 
-def _sums(result: XPressLosses, label_mask: Tensor) -> dict[str, Tensor]:
+def _sums(result: XPressLosses, label_mask: Tensor, ctx: StepContext) -> dict[str, Tensor]:
     labels = label_mask.sum(dim=(0, 1), dtype=torch.float64)
     blocks = label_mask.any(-1).sum(dtype=torch.float64)[None]
     by_place = {"loss": result.loss_sums, "acceptance": result.acceptance_sums}
@@ -80,4 +82,5 @@ def _sums(result: XPressLosses, label_mask: Tensor) -> dict[str, Tensor]:
         **{f"{name}_sums": sums[None] for name, sums in by_block.items()},
         **{f"{name}_denoms": labels for name in by_place},
         **{f"{name}_denoms": blocks for name in by_block},
+        **name_sampled_sums(ctx, result.sampled, labels),
     }

@@ -5,6 +5,7 @@ import torch
 
 from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance
 from draftworks.drafts.supervision import Teacher, TeacherPlan, make_teacher_plan, token_mean_label_mask
+from draftworks.drafts.temperatures import Temperatures
 from draftworks.strategies.eagle3 import loss as losses
 from draftworks.strategies.eagle3.loss import distill, number_across_steps
 
@@ -48,11 +49,11 @@ def case():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_result_does_not_depend_on_the_chunk_size(case, monkeypatch, objective):
     leaves, teacher, plan, weights = case
-    whole = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, training=True)
+    whole = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, Temperatures())
     expected = torch.autograd.grad(whole.loss, leaves)
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(losses, "MIN_CHUNK_LABELS", 3)
-    pieces = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, training=True)
+    pieces = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, Temperatures())
     torch.testing.assert_close(pieces, whole)
     torch.testing.assert_close(torch.autograd.grad(pieces.loss, leaves), expected)
 
@@ -63,7 +64,7 @@ def test_gradients_are_those_of_finite_differences(case, objective):
     assert plan.teacher_positions.numel() > 5
     torch.autograd.gradcheck(
         lambda head, *states: (
-            3 * distill(torch.cat(states), head, teacher, plan, weights, objective, training=True).loss
+            3 * distill(torch.cat(states), head, teacher, plan, weights, objective, Temperatures()).loss
         ),
         leaves,
     )
@@ -75,7 +76,7 @@ def test_draft_equal_to_the_teacher_has_no_gradient_and_is_always_right(case):
     teacher = teacher._replace(draft_ids=everything, draft_index=everything)
     head = teacher.head.clone().requires_grad_()
     states = [teacher.last.roll(-1 - step, 0).requires_grad_() for step in range(len(weights))]
-    result = distill(torch.cat(states), head, teacher, plan, weights, CrossEntropy(), training=True)
+    result = distill(torch.cat(states), head, teacher, plan, weights, CrossEntropy(), Temperatures())
     assert result.corrects.tolist() == (plan.draft_positions >= 0).sum(1).tolist()
     for grad in torch.autograd.grad(result.loss, [head, *states]):
         torch.testing.assert_close(grad, torch.zeros_like(grad))
@@ -87,13 +88,23 @@ def test_acceptance_does_not_depend_on_the_chunk_size_and_is_certain_for_the_tea
     whole_vocabulary = teacher._replace(draft_ids=everything, draft_index=everything)
     own_states = [teacher.last.roll(-1 - step, 0) for step in range(len(weights))]
     with torch.no_grad():
-        whole = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), training=False)
+        whole = distill(
+            torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), Temperatures(judged=(1.0,))
+        )
         perfect = distill(
-            torch.cat(own_states), teacher.head, whole_vocabulary, plan, weights, CrossEntropy(), training=False
+            torch.cat(own_states),
+            teacher.head,
+            whole_vocabulary,
+            plan,
+            weights,
+            CrossEntropy(),
+            Temperatures(judged=(1.0,)),
         )
         monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
         monkeypatch.setattr(losses, "MIN_CHUNK_LABELS", 3)
-        pieces = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), training=False)
+        pieces = distill(
+            torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), Temperatures(judged=(1.0,))
+        )
     torch.testing.assert_close(pieces, whole)
     assert (whole.accepted < whole.taught).all()
     torch.testing.assert_close(perfect.accepted, perfect.taught)

@@ -1,0 +1,150 @@
+"""`teacher_temperature`: losses at T in figures, and drafts that are judged at the temperature of serving, whatever theirs is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from objective_toys import SIZES, Case, batch_of, strategy_of
+from torch import Tensor
+
+from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.config.validation import parse_spec
+from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, Objective
+from draftworks.drafts.strategy import StepContext
+from draftworks.drafts.supervision import Teacher, TeacherPlan
+from draftworks.drafts.temperatures import Temperatures
+from draftworks.errors import ConfigError
+from draftworks.strategies.dflash.loss import uniform_weights
+from draftworks.strategies.dspark.loss import DSparkObjective, DSparkStates, dspark_losses
+from draftworks.strategies.eagle3.loss import distill
+from draftworks.strategies.xpress.loss import XPressObjective, XPressStates, xpress_losses
+
+TAUGHT = ("dspark", "eagle3", "peagle", "xpress")
+VOCAB = 40
+TARGET = torch.tensor([[0.0, math.log(9)]])
+"""Logits of two tokens: q is (1, 9) / 10 at temperature 1, (1, 3) / 4 at 2, (1, 81) / 82 at 1/2."""
+SAME = torch.zeros(1, 2)
+"""A draft's logits: p is (1, 1) / 2 at every temperature, so α is 1/2 + q₀."""
+HEAD = torch.eye(2)
+LABEL, COUNTS = torch.tensor([[0]]), torch.tensor([[True]])
+
+
+def distilled(states: Tensor, objective, temperatures: Temperatures, target: Tensor = TARGET):
+    """The loss of one label of a draft that knows two tokens, of a target that may know more."""
+    known, index = torch.arange(2), torch.full((target.shape[1],), -1)
+    index[known] = known
+    teacher = Teacher(target, torch.eye(target.shape[1]), known, index)
+    plan = TeacherPlan(torch.tensor([0]), torch.tensor([[0]]))
+    return distill(states, HEAD, teacher, plan, [1.0], objective, temperatures)
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        (CrossEntropy(), 4 * math.log(2)),
+        (LogAcceptance(), -4 * math.log(3 / 4)),
+        (Blend(0.5, 0.0), 4 * (0.5 * math.log(2) + 0.5 / 4)),
+        (MeanBlend(1.0, 1.0, positions=2), 4 * (math.exp(-3 / 4) * math.log(2) / 2 + (1 - math.exp(-3 / 4)) / 4)),
+    ],
+)
+def test_the_distillation_loss_at_temperature_2_is_the_formulas_in_figures(objective: Objective, expected: float):
+    found = distilled(SAME, objective, Temperatures(2.0))
+    assert found.loss.item() == pytest.approx(expected)
+    assert found.loss_sums.tolist() == pytest.approx([expected])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 50.0])
+def test_the_gradient_of_the_cross_entropy_is_t_times_the_difference_of_the_distributions(temperature: float):
+    states = torch.tensor([[0.3, -0.2]], requires_grad=True)
+    (gradient,) = torch.autograd.grad(distilled(states, CrossEntropy(), Temperatures(temperature)).loss, states)
+    p, q = (each[0].detach().div(temperature).softmax(0) for each in (states, TARGET))
+    torch.testing.assert_close(gradient[0], temperature * (p - q))
+
+
+def test_gradients_of_high_temperatures_are_of_one_size():
+    """T² is there for it: the limit is (z - y, each less its mean) / V, here (ln 9, -ln 9) / 4."""
+    states = SAME.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(distilled(states, CrossEntropy(), Temperatures(100.0)).loss, states)
+    torch.testing.assert_close(gradient[0], torch.tensor([1.0, -1.0]) * math.log(9) / 4, rtol=1e-3, atol=0)
+
+
+def test_acceptance_over_a_reduced_vocabulary_is_of_the_targets_mass_at_each_temperature():
+    """The target's probabilities are (1, 9, 4) / 14 at temperature 1 and (1, 3, 2) / 6 at 2; the draft lacks the last."""
+    target = torch.tensor([[0.0, math.log(9), math.log(4)]])
+    found = distilled(SAME, CrossEntropy(), Temperatures(0.5, judged=(1.0, 2.0)), target)
+    assert found.accepted_all is not None
+    assert found.sampled is not None
+    assert found.accepted_all.tolist() == pytest.approx([1 / 14 + 1 / 2])
+    assert found.sampled.tolist() == [pytest.approx([1 / 14 + 1 / 2]), pytest.approx([1 / 6 + 1 / 2])]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_dsparks_loss_is_the_formulas_in_figures(temperature: float):
+    """CE of the token is ln 2 at temperature 1; ‖q - p‖₁ is 4/5 at 1 and 1/2 at 2."""
+    distance = {1.0: 4 / 5, 2.0: 1 / 2}[temperature]
+    states = DSparkStates(SAME, torch.zeros(1, 1), torch.zeros(1), torch.tensor([0]))
+    objective = DSparkObjective(uniform_weights, 0.3, 0.9, 0.7, 1, Temperatures(temperature, judged=(1.0, 0.5)))
+    found = dspark_losses(states, HEAD, torch.zeros(2, 1), TARGET, LABEL, COUNTS, objective)
+    expected = 0.3 * math.log(2) + 0.9 * temperature**2 * distance + 0.7 * math.log(2)
+    assert found.loss.item() == pytest.approx(expected)
+    assert found.confidence_errors is not None
+    assert found.sampled is not None
+    assert found.confidence_errors.tolist() == pytest.approx([1 / 2 - distance / 2])
+    assert found.sampled.flatten().tolist() == pytest.approx([0.6, 1 / 2 + 1 / 82])
+    assert (found.acceptance_sums.item(), found.tau.item()) == pytest.approx((0.6, 0.6))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_xpresses_loss_is_the_formulas_in_figures(temperature: float):
+    """All its passes say the same here, so a label costs 1 + 0.3 + 0.6 times that of one."""
+    distance = {1.0: 2 / 5, 2.0: 1 / 4}[temperature]
+    states = XPressStates(SAME, torch.zeros(1, 2, 1), torch.tensor([0]))
+    temperatures = Temperatures(temperature, judged=(1.0, 0.5))
+    objective = XPressObjective(uniform_weights, 0.1, 0.9, 1, 0.3, 0.6, 1, temperatures)
+    found = xpress_losses(states, HEAD, torch.zeros(2, 1), TARGET, LABEL, COUNTS, objective)
+    assert found.loss.item() == pytest.approx(1.9 * (0.1 * math.log(2) + 0.9 * temperature**2 * distance))
+    assert found.sampled is not None
+    assert found.sampled.flatten().tolist() == pytest.approx([0.6, 1 / 2 + 1 / 82])
+    assert (found.acceptance_sums.item(), found.tau.item()) == pytest.approx((0.6, 0.6))
+
+
+@pytest.mark.parametrize("strategy", TAUGHT)
+def test_a_draft_is_judged_at_the_temperatures_of_serving_whatever_it_was_trained_at(strategy: str):
+    served = StepContext(training=False, temperatures=(0.5, 2.0))
+    found = {}
+    for teacher in (1.0, 3.0):
+        made = strategy_of(Case(strategy, {"teacher_temperature": teacher}), VOCAB)
+        batch = batch_of(made, 2, VOCAB)
+        with torch.no_grad():
+            found[teacher] = made.forward_loss(batch, served)
+            trained = made.forward_loss(batch, StepContext(training=True))
+        assert not any(name.startswith("sampled") for name in trained.metric_sums)
+    plain, soft = found[1.0].metric_sums, found[3.0].metric_sums
+    assert found[1.0].loss_sum.item() != pytest.approx(found[3.0].loss_sum.item(), rel=0.01)
+    judged = [name for name in plain if "acceptance" in name or name.startswith(("acc_", "tau_"))]
+    assert {f"sampled_acceptance_t{each}_sums" for each in ("0.5", "2")} < set(judged)
+    for name in judged:
+        torch.testing.assert_close(soft[name], plain[name])
+    rates = [plain[f"sampled_acceptance_t{each}_sums"] for each in ("0.5", "2")]
+    assert (rates[0] < rates[1]).all()  # two made-up distributions agree the more, the flatter both are
+
+
+@pytest.mark.parametrize("strategy", TAUGHT)
+def test_the_temperature_is_in_the_identity_of_a_draft_unless_it_is_1(strategy: str):
+    options = resolve_strategy(strategy).options
+    assert "teacher_temperature" not in options(**SIZES[strategy]).to_identity()
+    assert options(**SIZES[strategy], teacher_temperature=0.7).to_identity()["teacher_temperature"] == 0.7
+
+
+@pytest.mark.parametrize("strategy", sorted({*list_strategies()} - {*TAUGHT}))
+def test_strategies_that_learn_from_tokens_refuse_a_temperature(strategy: str):
+    with pytest.raises(ConfigError, match="labels are tokens"):
+        parse_spec(resolve_strategy(strategy).options, {"teacher_temperature": 0.7}, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["dspark", "xpress"])
+def test_a_temperature_that_nothing_reads_is_refused(strategy: str):
+    with pytest.raises(ConfigError, match="tv_weight, which is 0"):
+        parse_spec(resolve_strategy(strategy).options, {"teacher_temperature": 0.7, "tv_weight": 0}, strategy)
