@@ -5,31 +5,17 @@ The tensors of a sample are put together, so they are neighbours in the object, 
 
 from __future__ import annotations
 
-import json
-import struct
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftworks.errors import StoreError
-from draftworks.features.shards import (
-    DTYPE_NAMES,
-    SHARD_SCHEMA,
-    ShardEntry,
-    ShardHeader,
-    content_digest,
-    tensor_checksum,
-)
-from draftworks.features.specs import dtype_name
-from draftworks.features.tensor_bytes import ALIGNMENT, align, compute_checksum, view_bytes
+from draftworks.features.shards import ShardEntry, ShardHeader, content_digest, describe_tensor, encode_preamble
+from draftworks.features.tensor_bytes import compute_checksum, view_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_CODES = {name: code for code, name in DTYPE_NAMES.items()}
-_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -54,43 +40,20 @@ def encode_shard(tensors: Mapping[str, Tensor]) -> EncodedShard:
     Raises:
         StoreError: a tensor is of a dtype that shards do not have.
     """
-    for key, tensor in tensors.items():
-        if dtype_name(tensor) not in _CODES:
-            raise StoreError(f"key {key}: expected a dtype of {', '.join(_CODES)}, found {dtype_name(tensor)}")
-    entries: dict[str, PlacedEntry] = {}
-    end = 0
-    for key, tensor in tensors.items():
-        checksum, quick = tensor_checksum(tensor), compute_checksum(view_bytes(tensor))
-        entries[key] = PlacedEntry(dtype_name(tensor), tuple(tensor.shape), tensor.nbytes, checksum, end, quick)
-        end += tensor.nbytes
+    entries = {key: describe_tensor(key, tensor) for key, tensor in tensors.items()}
     name = content_digest(entries)
-    preamble = _encode_preamble(name, entries)
-    content = bytearray(len(preamble) + end)
+    preamble = encode_preamble(name, entries)
+    content = bytearray(len(preamble) + sum(entry.nbytes for entry in entries.values()))
     content[: len(preamble)] = preamble
-    placed = {}
+    placed, start = {}, len(preamble)
     for key, entry in entries.items():
-        start = len(preamble) + entry.start
+        flat = view_bytes(tensors[key])
         if entry.nbytes:
-            content[start : start + entry.nbytes] = view_bytes(tensors[key]).numpy().data
-        placed[key] = replace(entry, start=start)
+            content[start : start + entry.nbytes] = flat.numpy().data
+        placed[key] = PlacedEntry(**vars(entry), start=start, quick=compute_checksum(flat))
+        start += entry.nbytes
     path = Path(f"{name}-{uuid.uuid4().hex[:12]}.safetensors")
     return EncodedShard(ShardHeader(path, name, placed, len(content)), content)
-
-
-def _encode_preamble(name: str, entries: Mapping[str, PlacedEntry]) -> bytes:
-    metadata = {
-        "schema": SHARD_SCHEMA,
-        "digest": name,
-        "checksums": json.dumps({key: entry.checksum for key, entry in entries.items()}),
-    }
-    fields: dict[str, Any] = {"__metadata__": metadata}
-    for key, entry in entries.items():
-        offsets = [entry.start, entry.start + entry.nbytes]
-        fields[key] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    length = align(_LENGTH_BYTES + len(text)) - _LENGTH_BYTES
-    assert (_LENGTH_BYTES + length) % ALIGNMENT == 0
-    return struct.pack("<Q", length) + text.ljust(length)
 
 
 def header_to_json(header: ShardHeader) -> dict[str, Any]:

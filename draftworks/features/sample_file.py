@@ -1,8 +1,10 @@
 """A sample in one safetensors file with its identity and a seal in the header.
 
 The header's `__metadata__` has two entries: `record`, JSON with the sample's id, its generation and for each tensor
-dtype, shape and SHA-256; and `seal`, computed over all bytes of the header with the seal's own digits as zeros. So any
-altered byte is detected, and with a shared secret nobody else can write a file that is accepted.
+dtype, shape and checksum; and `seal`, computed over all bytes of the header with the seal's own digits as zeros. So any
+altered byte is detected, and with a shared secret nobody else can write a file that is accepted. The record says which
+hash the checksums are: XXH3 of 128 bits, or SHA-256 where there is a secret, since XXH3 resists no forger. Files of
+before, of schema 1, have SHA-256 only.
 """
 
 from __future__ import annotations
@@ -10,22 +12,32 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
+from draftworks.features.safetensors_layout import (
+    LENGTH_BYTES,
+    encode_safetensors_header,
+    lay_out,
+    sha256_of,
+    view_buffer,
+    xxh3_of,
+)
 from draftworks.features.sealing import AuthPolicy
+from draftworks.features.specs import dtype_name
 from draftworks.storage.identity import canonical_json
 from draftworks.storage.regular_files import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SAMPLE_SCHEMA = "draftworks.sample.1"
+SAMPLE_SCHEMA = "draftworks.sample.2"
+_SCHEMA_BEFORE = "draftworks.sample.1"
+_HASHES: Mapping[str, Callable[[Tensor], str]] = {"xxh3_128": xxh3_of, "sha256": sha256_of}
 MAX_HEADER_BYTES = 64 << 20
 _BLANK = b"0" * 64
 # Quotes inside a JSON string are escaped, so neither a sample id nor a tensor name can contain this pattern.
@@ -34,49 +46,55 @@ _SEAL = re.compile(rb'"seal":"([0-9a-f]{64})"')
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """The record of one tensor in a sample file: torch dtype name, shape, SHA-256 of its bytes in row-major order."""
+    """The record of one tensor in a sample file: torch dtype name, shape, checksum of its bytes in row-major order."""
 
     dtype: str
     shape: tuple[int, ...]
-    sha256: str
+    nbytes: int
+    checksum: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "shape": self.shape, "checksum": self.checksum}
 
 
 @dataclass(frozen=True)
 class SampleHeader:
-    """The verified header of a sample file; `spans` are the byte ranges of the tensors."""
+    """The verified header of a sample file; `spans` are the byte ranges of the tensors, `hash` names their checksums'."""
 
     path: Path
     sample_id: str
     generation: int
     tensors: Mapping[str, TensorRecord]
     spans: Mapping[str, slice]
+    hash: str
 
 
 def write_sample(
     path: Path, sample_id: str, generation: int, tensors: Mapping[str, Tensor], policy: AuthPolicy
 ) -> None:
     """Write a sample file at `path`; syncing and publishing are the store's part."""
-    from safetensors.torch import save_file
-
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    own = lay_out({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    hashed = "xxh3_128" if policy.secret is None else "sha256"
+    records = {
+        name: TensorRecord(dtype_name(t), tuple(t.shape), t.nbytes, _HASHES[hashed](t)) for name, t in own.items()
+    }
     record = {
         "schema": SAMPLE_SCHEMA,
         "sample_id": sample_id,
         "generation": generation,
         "sealed_by": policy.kind,
-        "tensors": {
-            name: asdict(TensorRecord(str(t.dtype).removeprefix("torch."), tuple(t.shape), _sha256(t)))
-            for name, t in own.items()
-        },
+        "hash": hashed,
+        "tensors": {name: each.to_json() for name, each in records.items()},
     }
-    save_file(own, path, metadata={"record": canonical_json(record), "seal": _BLANK.decode()})
-    with path.open("r+b") as stream:
-        header = _header_bytes(stream)
-        place = _SEAL.search(header)
-        if place is None:
-            raise StoreError(f"{path}: safetensors wrote a header without the seal's place")
-        stream.seek(8 + place.start(1))
-        stream.write(policy.seal(header).encode())
+    metadata = {"record": canonical_json(record), "seal": _BLANK.decode()}
+    blank = encode_safetensors_header(metadata, records)
+    place = _SEAL.search(blank)
+    assert place is not None, "the metadata has it"
+    seal = policy.seal(blank[LENGTH_BYTES:]).encode()
+    with path.open("wb") as stream:
+        stream.write(blank[: place.start(1)] + seal + blank[place.end(1) :])
+        for tensor in own.values():
+            stream.write(view_buffer(tensor))
 
 
 def read_sample_header(stream: BufferedReader, path: Path, policy: AuthPolicy) -> SampleHeader:
@@ -113,30 +131,31 @@ def read_tensor(stream: BufferedReader, header: SampleHeader, name: str) -> Tens
     import torch
 
     record, span = header.tensors[name], header.spans[name]
-    content = bytearray(span.stop - span.start)
+    content = torch.empty(span.stop - span.start, dtype=torch.uint8)
     stream.seek(span.start)
-    read = stream.readinto(content)
-    found = sha256(content).hexdigest()
-    if read != len(content) or found != record.sha256:
+    read = stream.readinto(view_buffer(content))
+    found = _HASHES[header.hash](content)
+    if read != len(content) or found != record.checksum:
         raise StoreError(
-            f"{header.path}, tensor {name}, is altered: expected checksum {record.sha256[:16]}, found {found[:16]}"
+            f"{header.path}, tensor {name}, is altered: expected checksum {record.checksum[:16]}, found {found[:16]}"
         )
-    dtype = getattr(torch, record.dtype)
-    if not content:
-        return torch.empty(record.shape, dtype=dtype)
-    return torch.frombuffer(content, dtype=dtype).reshape(record.shape)
+    return content.view(getattr(torch, record.dtype)).reshape(record.shape)
 
 
 def _parsed(path: Path, record: dict[str, Any], fields: dict[str, Any], data_start: int) -> SampleHeader:
-    if record["schema"] != SAMPLE_SCHEMA:
+    if record["schema"] not in (_SCHEMA_BEFORE, SAMPLE_SCHEMA):
         raise StoreError(f"{path} has schema {record['schema']!r}, expected {SAMPLE_SCHEMA!r}")
+    before = record["schema"] == _SCHEMA_BEFORE
+    hashed, field = ("sha256", "sha256") if before else (record["hash"], "checksum")
+    if hashed not in _HASHES:
+        raise StoreError(f"{path} has checksums by {hashed!r}, expected one of {', '.join(_HASHES)}")
+    offsets = {name: fields[name]["data_offsets"] for name in record["tensors"]}
+    spans = {name: slice(data_start + first, data_start + last) for name, (first, last) in offsets.items()}
     tensors = {
-        name: TensorRecord(value["dtype"], tuple(value["shape"]), value["sha256"])
+        name: TensorRecord(value["dtype"], tuple(value["shape"]), spans[name].stop - spans[name].start, value[field])
         for name, value in record["tensors"].items()
     }
-    offsets = {name: fields[name]["data_offsets"] for name in tensors}
-    spans = {name: slice(data_start + first, data_start + last) for name, (first, last) in offsets.items()}
-    return SampleHeader(path, record["sample_id"], record["generation"], tensors, spans)
+    return SampleHeader(path, record["sample_id"], record["generation"], tensors, spans, hashed)
 
 
 def _header_bytes(stream: BufferedIOBase) -> bytes:
@@ -148,9 +167,3 @@ def _header_bytes(stream: BufferedIOBase) -> bytes:
     if len(header) != length:
         raise ValueError(f"its header should be {length} bytes, the file has {len(header)} of them")
     return header
-
-
-def _sha256(tensor: Tensor) -> str:
-    import torch
-
-    return sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()

@@ -21,7 +21,6 @@ class ShardBuffer:
         self._shard_bytes = shard_bytes
         self._keep_tensors = keep_tensors
         self._tensors: dict[str, Tensor] = {}
-        self._addresses: dict[int, str] = {}
         self.nbytes = 0
 
     @property
@@ -37,17 +36,13 @@ class ShardBuffer:
         """Add a tensor under a key; a key that is present is ignored, since keys are content."""
         if key not in self._tensors:
             on_cpu = tensor.detach().cpu().contiguous()
-            # safetensors refuses tensors that share memory, such as one that an engine gives for two streams.
-            keep = self._keep_tensors and self._addresses.setdefault(on_cpu.data_ptr(), key) == key
-            self._tensors[key] = on_cpu if keep else on_cpu.clone()
+            self._tensors[key] = on_cpu if self._keep_tensors else on_cpu.clone()
             self.nbytes += tensor.nbytes
 
     def discard(self, key: str) -> None:
         tensor = self._tensors.pop(key, None)
-        if tensor is not None and self._addresses.get(tensor.data_ptr()) == key:
-            del self._addresses[tensor.data_ptr()]
         self.nbytes -= 0 if tensor is None else tensor.nbytes
 
     def clear(self) -> None:
         """Forget all tensors: they are published."""
-        self._tensors, self._addresses, self.nbytes = {}, {}, 0
+        self._tensors, self.nbytes = {}, 0

@@ -2,7 +2,8 @@
 
 The header's `__metadata__` carries the schema, a checksum per tensor, and the digest of the data section: the digest of
 (key, dtype, shape, checksum) of every tensor in key order, which is also the file's name. So a shard is immutable,
-equal content has equal names, and both a truncated file and a single altered sample are detected.
+equal content has equal names, and both a truncated file and a single altered sample are detected. The schema says which
+hash the checksums are: XXH3 of 128 bits, in shards of before the start of a SHA-256.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,17 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from draftworks.errors import StoreError
+from draftworks.features.safetensors_layout import (
+    DTYPE_NAMES,
+    encode_safetensors_header,
+    lay_out,
+    require_code,
+    sha256_of,
+    view_buffer,
+    xxh3_of,
+)
 from draftworks.features.shard_buffer import ShardBuffer
+from draftworks.features.specs import dtype_name
 from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import MAX_HEADER_BYTES, open_regular, parse_json, require_file
@@ -32,28 +42,21 @@ from draftworks.storage.regular_files import MAX_HEADER_BYTES, open_regular, par
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHARD_SCHEMA = "draftworks.shard.1"
-CHECKSUM_LENGTH = 16
+SHARD_SCHEMA = "draftworks.shard.2"
+CHECKSUMS: Mapping[str, Callable[[Tensor], str]] = {
+    "draftworks.shard.1": lambda tensor: sha256_of(tensor)[:16],
+    SHARD_SCHEMA: xxh3_of,
+}
+"""The checksum of a tensor in hex, by the schema of its shard."""
 ADVICE = "Delete this shard and capture again: only its samples will be captured."
 
-DTYPE_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "I64": "int64",
-    "I32": "int32",
-    "BOOL": "bool",
-}
-"""torch's names of the dtypes in a header."""
 _FIRST_NAMESPACE = 0xEFFFFFFC
 """Inode of the initial process-id namespace: that of every Linux machine outside containers."""
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """The header's record of one tensor. `dtype` is torch's name, `checksum` the start of a SHA-256 in hex."""
+    """The header's record of one tensor. `dtype` is torch's name, `checksum` hex, as in `CHECKSUMS`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -69,6 +72,7 @@ class ShardHeader:
     digest: str
     entries: Mapping[str, ShardEntry]
     expected_bytes: int
+    schema: str = SHARD_SCHEMA
 
     @property
     def nbytes(self) -> int:
@@ -83,14 +87,6 @@ class ShardHeader:
                 f"shard {self.path}{sample}, is truncated or has grown: expected {self.expected_bytes} bytes, "
                 f"found {found}. {ADVICE}"
             )
-
-
-def tensor_checksum(tensor: Tensor) -> str:
-    """Return the start of the SHA-256 of a tensor's bytes in row-major order."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return sha256(flat.numpy().data).hexdigest()[:CHECKSUM_LENGTH]
 
 
 def content_digest(entries: Mapping[str, ShardEntry]) -> str:
@@ -120,14 +116,30 @@ def read_header(path: Path) -> ShardHeader:
         raise StoreError(
             f"shard {path} has no readable header ({error}); it is truncated or altered. {ADVICE}"
         ) from error
-    if schema != SHARD_SCHEMA:
-        raise StoreError(f"shard {path} has schema {schema!r}, expected {SHARD_SCHEMA!r}")
+    if schema not in CHECKSUMS:
+        raise StoreError(f"shard {path} has schema {schema!r}, expected one of {', '.join(CHECKSUMS)}")
     if recorded != path.stem or held != recorded:
         raise StoreError(
             f"shard {path} is altered: name, recorded digest {recorded} and header {content_digest(entries)} differ. "
             f"{ADVICE}"
         )
-    return ShardHeader(path, recorded, entries, 8 + length + end)
+    return ShardHeader(path, recorded, entries, 8 + length + end, schema)
+
+
+def describe_tensor(key: str, tensor: Tensor) -> ShardEntry:
+    """Return the record of a contiguous tensor in main memory. Raises StoreError for a dtype that shards do not have."""
+    require_code(dtype_name(tensor), f"key {key}")
+    return ShardEntry(dtype_name(tensor), tuple(tensor.shape), tensor.nbytes, xxh3_of(tensor))
+
+
+def encode_preamble(name: str, entries: Mapping[str, ShardEntry]) -> bytes:
+    """Return what a shard begins with, its header included; the tensors follow one after the other, in this order."""
+    metadata = {
+        "schema": SHARD_SCHEMA,
+        "digest": name,
+        "checksums": json.dumps({key: entry.checksum for key, entry in entries.items()}),
+    }
+    return encode_safetensors_header(metadata, entries)
 
 
 def _entry(value: dict[str, Any], checksum: str) -> ShardEntry:
@@ -167,24 +179,18 @@ class ShardWriter(ShardBuffer):
         """
         if not self.tensors:
             return None
-        entries = {
-            key: ShardEntry(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes, tensor_checksum(t))
-            for key, t in self.tensors.items()
-        }
+        tensors = lay_out(self.tensors)
+        entries = {key: describe_tensor(key, tensor) for key, tensor in tensors.items()}
         name = content_digest(entries)
-        metadata = {
-            "schema": SHARD_SCHEMA,
-            "digest": name,
-            "checksums": json.dumps({key: entry.checksum for key, entry in entries.items()}),
-        }
         final = self._folder / f"{name}.safetensors"
-        from safetensors.torch import save_file
-
         try:
             with ExitStack() as until_renamed, publish_file(final, self._staging / staging_name()) as staged:
-                save_file(dict(self.tensors), staged, metadata=metadata)
+                with staged.open("wb") as stream:
+                    stream.write(encode_preamble(name, entries))
+                    for tensor in tensors.values():
+                        stream.write(view_buffer(tensor))
                 until_renamed.enter_context(self._publishing(final))
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise StoreError(f"shard {final} ({self.nbytes:,} bytes) cannot be written: {error}") from error
         self.clear()
         return read_header(final)
@@ -216,7 +222,7 @@ class ShardReader:
             handle = self._handle(header, key)
             tensor = handle.get_tensor(key)
         if verify and key not in self._verified[header.path]:
-            found, expected = tensor_checksum(tensor), header.entries[key].checksum
+            found, expected = CHECKSUMS[header.schema](tensor), header.entries[key].checksum
             if found != expected:
                 raise StoreError(
                     f"shard {header.path} is altered: sample key {key} has checksum {found}, expected {expected}. {ADVICE}"

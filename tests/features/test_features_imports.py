@@ -1,4 +1,4 @@
-"""The room runs inside a serving engine's environment: it needs torch, numpy, safetensors, pydantic and nothing more."""
+"""The room runs inside a serving engine's environment: it needs torch, numpy, safetensors, pydantic, xxhash and no more."""
 
 from __future__ import annotations
 

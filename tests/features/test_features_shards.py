@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from draftworks.errors import StoreError
+from draftworks.features.contracts import SampleRef
+from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.shards import ShardReader, ShardWriter, read_header, staging_name, staging_owner_is_dead
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -126,3 +131,60 @@ def test_tensors_that_share_memory_are_stored_each(tmp_path):
     header = writer.publish()
     assert header is not None
     assert set(header.entries) == {"a", "b", "c"}
+
+
+def test_a_shard_is_a_file_of_safetensors_with_the_xxh3_of_every_tensor(tmp_path: Path):
+    """XXH3 of 128 bits of the bytes 0 … 7, as xxhash 4.1.0 gives it; and safetensors' own reader has the tensors."""
+    tensors = {"b": torch.arange(8, dtype=torch.uint8), "a": torch.ones(3, dtype=torch.float64), "c": torch.empty(0, 4)}
+    header = publish(tmp_path, tensors)
+    assert header is not None
+    assert header.entries["b"].checksum == "e1e4432a62217fe4cfd50c61c8bb98c1"
+    found = load_file(header.path)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
+
+
+def write_as_before(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A shard of schema 1, as 0.1.0 wrote it: checksums are the first 16 digits of a SHA-256."""
+    sums = {key: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16] for key, tensor in tensors.items()}
+    shapes = [[key, "float32", list(tensor.shape), sums[key]] for key, tensor in sorted(tensors.items())]
+    name = hashlib.sha256(json.dumps(shapes, separators=(",", ":")).encode()).hexdigest()[:16]
+    metadata = {"schema": "draftworks.shard.1", "digest": name, "checksums": json.dumps(sums)}
+    save_file(tensors, folder / f"{name}.safetensors", metadata=metadata)
+    return folder / f"{name}.safetensors"
+
+
+def test_shards_of_schema_1_are_read_and_their_damage_is_noticed(tmp_path: Path):
+    tensors = {"a" * 32: torch.arange(6.0), "b" * 32: torch.ones(2, 2)}
+    path = write_as_before(tmp_path, tensors)
+    reader = ShardReader()
+    for key, tensor in tensors.items():
+        assert torch.equal(reader.get(read_header(path), key), tensor)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(StoreError, match=f"{path.name}.*{'b' * 32}"):
+        ShardReader().get(read_header(path), "b" * 32)
+
+
+def test_a_store_of_before_takes_new_shards_beside_the_old(tmp_path: Path):
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    old, new = {"a" * 32: torch.arange(6.0)}, {"b" * 32: torch.ones(2, 2)}
+    write_as_before(shards, old)
+    store = LocalFeatureStore(tmp_path)
+    assert store.find_missing([*old, *new]) == [*new]
+    ref = SampleRef("s", "run", "task", "", {"one": "a" * 32, "two": "b" * 32}, {})
+    store.put(ref, {"one": old["a" * 32], "two": new["b" * 32]})
+    store.flush()
+    schemas = {read_header(path).schema: set(read_header(path).entries) for path in shards.glob("*.safetensors")}
+    assert schemas == {"draftworks.shard.1": {*old}, "draftworks.shard.2": {*new}}
+    again = LocalFeatureStore(tmp_path)
+    tensors, _ = again.get(ref)
+    assert torch.equal(tensors["one"], old["a" * 32])
+    assert torch.equal(tensors["two"], new["b" * 32])
+    assert again.verify().ok
+
+
+def test_a_dtype_without_a_code_is_refused_by_name(tmp_path: Path):
+    with pytest.raises(StoreError, match=r"key aa.*found complex64"):
+        publish(tmp_path, {"aa": torch.zeros(2, dtype=torch.complex64)})

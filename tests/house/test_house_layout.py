@@ -32,7 +32,7 @@ ROOMS = [
     "programs",
 ]
 """From the ground floor up: a room imports itself and what is below, and `errors`."""
-SERVING_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks", "sglang"}
+SERVING_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks", "sglang", "xxhash"}
 
 
 def imported_modules(path: Path) -> set[str]:
