@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from draftworks.errors import DraftworksError, StoreError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import export_draft
 from draftworks.export.importing import import_draft
+from draftworks.strategies.eagle3.export_speculators import LAYERS
 
 FORMAT, EMBEDDING = "speculators_peagle", "embed_tokens.weight"
 
@@ -55,6 +57,16 @@ def test_a_trained_embedding_is_imported(toys: Toys, tmp_path: Path):
     assert not torch.allclose(found.weights[EMBEDDING], target.embedding.float(), atol=0.1)
     assert_same_draft(found, CanonicalDraft.load(toys.folder / "own-draft", toys.target))
     assert export_draft(found, FORMAT, tmp_path / "again", "float32").passed
+
+
+def test_the_window_that_speculators_trains_by_default_goes_out_and_comes_in(toys: Toys, tmp_path: Path):
+    draft = toys.draft("peagle", name="windowed-draft", sliding_window=9)
+    assert export_draft(draft, FORMAT, tmp_path / "out", "float32").passed
+    config = json.loads((tmp_path / "out" / "config.json").read_text())[LAYERS]
+    assert (config["layer_types"], config["sliding_window"]) == (["sliding_attention"] * 2, 9)
+    found = imported(toys, tmp_path / "out", tmp_path / "imported")
+    assert found.options.sliding_window == 9
+    assert_same_draft(found, draft)
 
 
 def test_an_embedding_that_was_not_trained_stays_the_targets(toys: Toys, tmp_path: Path):
@@ -97,11 +109,11 @@ def halve_embedding(tensors: Tensors) -> None:
 
 REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any], str]] = {
     "norm before fc": ("own", nothing, having(norm_before_fc=True), "norm_before_fc: true: no draft here"),
-    "sliding window": (
+    "a window in one layer of two": (
         "own",
         nothing,
         layer(layer_types=["full_attention", "sliding_attention"], sliding_window=4),
-        "sliding_attention: peagle drafts here attend to everything",
+        "peagle drafts here have the same window in all layers",
     ),
     "layers of Qwen3": ("own", nothing, layer(model_type="qwen3"), "model_type 'qwen3': peagle drafts here are llama"),
     "another width": ("own", nothing, having(target_hidden_size=32), "target_hidden_size 32, hidden_size 16"),

@@ -44,6 +44,7 @@ PEAGLE = {
     "peagle_norm_before_residual": {"norm_before_residual": True},
     "peagle_norm_before_fc": {"norm_before_fc": True},
     "peagle_fc_norm": {"fc_norm": True},
+    "peagle_window": {"window": 5},
 }
 ONE_PASS = "peagle_norm_output"
 DFLASH = {

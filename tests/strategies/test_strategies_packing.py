@@ -50,6 +50,7 @@ VARIANTS = {
     "dspark rnn dpace": ("dspark", {"markov_rank": 5, "markov_head_type": "rnn", "weighting": "dpace"}),
     "lilicorr": ("lilicorr", {"candidate_topk": 16, "lattice_size": 8, "lattice_heads": 2, "margin_weight": 0.3}),
     "peagle": ("peagle", {"num_layers": 2}),
+    "peagle window": ("peagle", {"sliding_window": 8}),
     "peagle eager": ("peagle", {"attention": "eager", "down_sample_ratio": 0.5, "train_embeddings": False}),
     "xpress": ("xpress", {"refiner_rank": 5}),
     "dflash window": ("dflash", {"sliding_window": 3, "sliding_layers": [1]}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -112,15 +113,16 @@ def _answered(model: PreTrainedModel, tokenizer, row: dict, limits: DecodingLimi
     return Sample(row["id"], tuple(prompt), answer, engine.capture([[*prompt, *answer]], TAPS)[0])
 
 
-def eagle3(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
-    options = Eagle3Options(ttt_length=TTT, draft_vocab_size=400, layer_ids=[tap.hf_index for tap in TAPS])
-    return Eagle3Strategy(options, parts, _vocabulary(parts, samples), seed=1)
-
-
-def peagle(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+def eagle3(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
-    options = PEagleOptions(num_depths=TTT, num_layers=2, draft_vocab_size=400, layer_ids=layers)
-    return PEagleStrategy(options, parts, _vocabulary(parts, samples), seed=1)
+    chosen = Eagle3Options(ttt_length=TTT, draft_vocab_size=400, layer_ids=layers, **options)
+    return Eagle3Strategy(chosen, parts, _vocabulary(parts, samples), seed=1)
+
+
+def peagle(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
+    layers = [tap.hf_index for tap in TAPS]
+    chosen = PEagleOptions(num_depths=TTT, num_layers=2, draft_vocab_size=400, layer_ids=layers, **options)
+    return PEagleStrategy(chosen, parts, _vocabulary(parts, samples), seed=1)
 
 
 def _vocabulary(parts: TargetParts, samples: list[Sample]) -> VocabMapping:
@@ -128,42 +130,43 @@ def _vocabulary(parts: TargetParts, samples: list[Sample]) -> VocabMapping:
     return build_vocab_mapping(counts, 400)
 
 
-def dflash(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+def dflash(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
+    sizes = {"block_size": TTT + 1, "num_layers": 2, "num_anchors": ANCHORS}
     windows = {"sliding_window": 20, "sliding_layers": [0]}
-    options = DFlashOptions(block_size=TTT + 1, num_layers=2, num_anchors=ANCHORS, layer_ids=layers, **windows)
-    return DFlashStrategy(options, parts, None, seed=1)
+    chosen = DFlashOptions(layer_ids=layers, **sizes, **windows | options)
+    return DFlashStrategy(chosen, parts, None, seed=1)
 
 
-def dflash2(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+def dflash2(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
     sizes = {"block_size": TTT + 1, "num_layers": 2, "num_anchors": ANCHORS, "selector_rank": 24, "selector_top_k": 8}
-    return DFlash2Strategy(DFlash2Options(layer_ids=layers, **sizes), parts, None, seed=1)
+    return DFlash2Strategy(DFlash2Options(layer_ids=layers, **sizes, **options), parts, None, seed=1)
 
 
-def domino(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+def domino(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
     sizes = {"block_size": TTT + 1, "num_layers": 2, "emb_dim": 24, "gru_hidden_dim": 32, "num_anchors": ANCHORS}
-    options = DominoOptions(layer_ids=layers, **sizes)
-    return DominoStrategy(options, parts, None, seed=1)
+    chosen = DominoOptions(layer_ids=layers, **sizes, **options)
+    return DominoStrategy(chosen, parts, None, seed=1)
 
 
-def dspark(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+def dspark(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
     sizes = {"block_size": TTT, "num_layers": 2, "markov_rank": 24, "markov_head_type": "rnn", "num_anchors": ANCHORS}
-    return DSparkStrategy(DSparkOptions(layer_ids=layers, **sizes), parts, None, seed=1)
+    return DSparkStrategy(DSparkOptions(layer_ids=layers, **sizes, **options), parts, None, seed=1)
 
 
-def xpress(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+def xpress(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
     sizes = {"block_size": TTT + 1, "num_layers": 2, "refiner_rank": 24, "jacobi_passes": 2, "num_anchors": ANCHORS}
-    return XPressStrategy(XPressOptions(layer_ids=layers, **sizes), parts, None, seed=1)
+    return XPressStrategy(XPressOptions(layer_ids=layers, **sizes, **options), parts, None, seed=1)
 
 
-def lilicorr(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+def lilicorr(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
     sizes = {"block_size": TTT + 1, "num_layers": 2, "lattice_size": 32, "lattice_heads": 4, "num_anchors": ANCHORS}
-    return LiLiCorrStrategy(LiLiCorrOptions(layer_ids=layers, **sizes), parts, None, seed=1)
+    return LiLiCorrStrategy(LiLiCorrOptions(layer_ids=layers, **sizes, **options), parts, None, seed=1)
 
 
 def _teach(ladder: Ladder, steps: int) -> None:

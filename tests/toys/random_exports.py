@@ -87,8 +87,8 @@ def speculators_eagle3(target: Path, embedding: Tensor, **settings: Any) -> Rand
     return RandomExport(config | settings, tensors)
 
 
-def speculators_peagle(target: Path, **settings: Any) -> RandomExport:
-    """With an embedding of its own."""
+def speculators_peagle(target: Path, window: int | None = None, **settings: Any) -> RandomExport:
+    """With an embedding of its own, and in all layers the window."""
     tensors = {
         **_eagle3_tensors("layers.0.", settings),
         "embed_tokens.weight": _matrix(VOCAB, HIDDEN, seed=110),
@@ -96,9 +96,13 @@ def speculators_peagle(target: Path, **settings: Any) -> RandomExport:
     }
     for i in range(1, PEAGLE_LAYERS):
         tensors |= _layer_tensors(f"layers.{i}.", HIDDEN, seed=120 + 20 * i)
+    layers = _layer_config("llama", PEAGLE_LAYERS)
+    if window is not None:
+        kinds = ["sliding_attention"] * PEAGLE_LAYERS
+        layers |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
     config = {
         **_speculators_config("peagle", target, speculative_tokens=NUM_DEPTHS),
-        "transformer_layer_config": _layer_config("llama", PEAGLE_LAYERS),
+        "transformer_layer_config": layers,
         "draft_vocab_size": DRAFT_VOCAB,
         "norm_before_residual": False,
         "norm_before_fc": False,

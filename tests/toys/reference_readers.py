@@ -43,7 +43,7 @@ def eagle3_reader(strategy: DraftStrategy) -> Eagle3Reader:
 def peagle_reader(strategy: DraftStrategy) -> PEagleReader:
     options = strategy.options
     norms = Eagle3Norms(norm_before_residual=options.norm_before_residual, fc_norm=options.fc_norm)
-    first = _chain(strategy, norms, "layers.0.", window=None)
+    first = _chain(strategy, norms, "layers.0.", options.sliding_window)
     return PEagleReader(first.taps, first.vocabulary, first.dtype, first, strategy.config()["mask_token_id"])
 
 

@@ -59,11 +59,13 @@ class SpeculatorsEagle(Eagle3Format):
         return {name: tensor for name, tensor in found.items() if name not in mapping}
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        layer = {
-            "model_type": "llama",
-            "num_hidden_layers": self.derive_shape(draft).num_layers,
-            **build_layer_keys(draft, dtype),
-        }
+        """See the base. Llama's config class keeps the keys of a sliding window as they are."""
+        shape = self.derive_shape(draft)
+        layer = {"model_type": "llama", "num_hidden_layers": shape.num_layers, **build_layer_keys(draft, dtype)}
+        window = shape.options["sliding_window"]
+        if window is not None:
+            kinds = [SLIDING] * shape.num_layers
+            layer |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
         if len(draft.taps) != _VLLM_TAPS:
             layer["num_aux_hidden_states"] = len(draft.taps)
         return {
@@ -155,13 +157,6 @@ class SpeculatorsEagle3(SpeculatorsEagle):
             "norm_output": norms["feedback"] == "post_norm",
             "embed_requires_grad": False,
         }
-
-    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        """See the base. Llama's config class keeps the keys of a sliding window as they are."""
-        config, window = super().build_config(draft, dtype), read_computed_options(draft)["sliding_window"]
-        if window is not None:
-            config[LAYERS] |= {"layer_types": [SLIDING], "sliding_window": window, "use_sliding_window": True}
-        return config
 
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"

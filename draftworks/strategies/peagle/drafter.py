@@ -1,4 +1,6 @@
-"""P-EAGLE's serving form: one sequence, with cached keys and values of depth 0; masked places are not cached."""
+"""P-EAGLE's serving form: one sequence, with cached keys and values of depth 0; masked places are not cached.
+
+With a window the cache holds its newest positions only."""
 
 from __future__ import annotations
 
@@ -51,16 +53,16 @@ class PEagleDrafter(Drafter):
         return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
 
     def _forward(self, inputs: TokenInputs, keeps: bool) -> Tensor:
-        """Return the normed states (n, H) of tokens after those in the cache; each sees all before it."""
+        """Return the normed states (n, H) of tokens after those in the cache; each sees all before it, or its window."""
         model, count = self._model, len(inputs.hidden)
         rotation = model.rotary(self._length + count, inputs.hidden.dtype).window(self._length, count)
-        layouts = [_CachedLayout(cache, rotation, model.head_dim, keeps) for cache in self._cache]
+        layouts = [_CachedLayout(cache, rotation, model.head_dim, model.window, keeps) for cache in self._cache]
         return model.run_layers(inputs, layouts)
 
 
 @dataclass
 class _LayerCache:
-    """Keys and values of all positions of depth 0 so far; None before the first."""
+    """Keys and values of the positions of depth 0 so far, or of the newest `window`; None before the first."""
 
     known: KeyValue | None = None
 
@@ -75,17 +77,19 @@ class _CachedLayout(TokenLayout):
     cache: _LayerCache
     rotation: Rotation
     width: int
+    window: int | None
     keeps: bool
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.unflatten(-1, (-1, self.width)).transpose(0, 1)[None] for x in (query, key, value))
         everything = self.cache.concat(KeyValue(self.rotation.apply(key), value))
-        if self.keeps:
-            self.cache.known = everything
         news, total = query.shape[2], everything.key.shape[2]
-        # A prompt is long and first: its mask is square, and is never materialised.
-        begins = news == total
-        seen = None if begins else torch.ones(news, total, dtype=torch.bool, device=query.device).tril(total - news)
+        window = total if self.window is None else self.window
+        if self.keeps:
+            self.cache.known = everything.select(slice(max(total - window, 0), None))
+        # A prompt is long and first: its mask is square, and without a window it is never materialised.
+        begins = news == total <= window
+        seen = None if begins else _make_causal_mask(news, total, window, query.device)
         attended = F.scaled_dot_product_attention(
             self.rotation.apply(query), *everything, attn_mask=seen, is_causal=begins, enable_gqa=True
         )
@@ -93,3 +97,9 @@ class _CachedLayout(TokenLayout):
 
     def expand_states(self, x: Tensor) -> Tensor:
         return x
+
+
+def _make_causal_mask(news: int, total: int, window: int, device: torch.device) -> Tensor:
+    """Return which of `total` positions each of the last `news` sees, (news, total) bool: the newest `window` up to itself."""
+    offset = total - news
+    return torch.ones(news, total, dtype=torch.bool, device=device).tril(offset).triu(offset - window + 1)

@@ -51,6 +51,7 @@ class SpeculatorsPEagle(SpeculatorsEagle):
                 "norm_before_residual": options.norm_before_residual,
                 "mask_token_id": config["mask_token_id"],
                 "num_depths": config["num_depths"],
+                "sliding_window": options.sliding_window,
             },
             own_embedding=options.train_embeddings,
         )
@@ -71,8 +72,11 @@ class SpeculatorsPEagle(SpeculatorsEagle):
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
         common = self.read_common_shape(config, target)
-        if any(self.read_windows(config)):
-            raise ConfigError(f"{where}: {LAYERS}: sliding_attention: peagle drafts here attend to everything before")
+        windows = set(self.read_windows(config))
+        if len(windows) > 1:
+            raise ConfigError(
+                f"{where}: {LAYERS}: layer_types: peagle drafts here have the same window in all layers, found {windows}"
+            )
         if config.get("norm_before_fc"):
             raise ConfigError(f"{where}: norm_before_fc: true: no draft here computes that")
         return DraftShape(
@@ -82,6 +86,7 @@ class SpeculatorsPEagle(SpeculatorsEagle):
                 "norm_before_residual": bool(config.get("norm_before_residual")),
                 "mask_token_id": require(config, "mask_token_id", where),
                 "num_depths": read_proposed_tokens(config, where),
+                "sliding_window": windows.pop(),
             },
             own_embedding=bool(config.get("embed_requires_grad", True)),
         )

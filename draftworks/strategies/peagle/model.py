@@ -4,7 +4,8 @@ As speculators and SpecForge train it and vLLM serves it. Position a knows the t
 a + 1. At depth 0 it reads embed(token a + 1) and fc(features a); at depth d ≥ 1, embed(mask token) and fc(mask_hidden), at the
 rotary position a + d. The normed state of depth d, through `lm_head`, proposes token a + 2 + d. A position at depth 0 sees
 depth 0 of its document up to itself, as at the first step of `ttt_attention`; at depth d it sees what its anchor sees, and the
-depths 1 … d of its own chain (`Chains.make_seen_keys`).
+depths 1 … d of its own chain (`Chains.make_seen_keys`). With a window, every place sees the newest `window` positions of these,
+its own included, which is at least the chain.
 """
 
 from __future__ import annotations
@@ -70,10 +71,13 @@ class TrainingLayout(TokenLayout):
     Args:
         width: size of a head.
         backend: back end of both attentions, see `ttt_attention` and draftworks.drafts.attention.
+        window: newest positions that every token sees, its own included; None for all.
     """
 
-    def __init__(self, chains: Chains, rotary: Rotary, width: int, dtype: torch.dtype, backend: str) -> None:
-        self._chains, self._width, self._backend = chains, width, backend
+    def __init__(
+        self, chains: Chains, rotary: Rotary, width: int, dtype: torch.dtype, backend: str, window: int | None
+    ) -> None:
+        self._chains, self._width, self._backend, self._window = chains, width, backend, window
         table = rotary(chains.documents.longest + chains.limit, dtype)
         self._at_batch = table.at(chains.documents.positions)
         self._at_chains = table.at(chains.positions)
@@ -84,11 +88,11 @@ class TrainingLayout(TokenLayout):
         own = [self._masked_heads(x)[None].transpose(1, 2) for x in (query, key, value)]
         query, key, value = (self._batch_heads(x).transpose(1, 2) for x in (query, key, value))
         query, key = self._at_batch.apply(query), self._at_batch.apply(key)
-        attended = ttt_attention(query, [key], [value], self._chains.documents, self._backend)
+        attended = ttt_attention(query, [key], [value], self._chains.documents, self._backend, self._window)
         batch = attended.transpose(1, 2).flatten(2).flatten(0, 1)  # (N, heads · width)
         context = KeyValue(_in_one_row(key), _in_one_row(value))
         own_query, own_key = self._at_chains.apply(own[0]), self._at_chains.apply(own[1])
-        masked = self._attend_chains(own_query, context, KeyValue(own_key, own[2]))
+        masked = self._attend_chains(own_query, context, KeyValue(own_key, own[2]), self._window)
         return torch.cat([batch, masked[0].transpose(0, 1).flatten(1)])
 
     @without_compile
@@ -184,6 +188,7 @@ class PEagleTraits(NamedTuple):
     train_embeddings: bool = True
     fc_norm: bool = False
     norm_before_residual: bool = False
+    sliding_window: int | None = None
 
 
 class TokenInputs(NamedTuple):
@@ -234,6 +239,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         self._init_head(draft_ids, target)
         self.rotary = Rotary(target)
         self.mask_token_id, self.head_dim, self._attention = sizes.mask_token_id, target.head_dim, attention
+        self.window = traits.sliding_window
         self._trains_embeddings = traits.train_embeddings
         shared = target.tied and not traits.train_embeddings
         self.register_buffer(
@@ -291,7 +297,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         inputs = self.make_inputs(features.flatten(0, 1), documents.shift_left(input_ids, 1).flatten()).concat(
             self.make_masked_inputs()
         )
-        layout = TrainingLayout(chains, self.rotary, self.head_dim, inputs.hidden.dtype, self._attention)
+        layout = TrainingLayout(chains, self.rotary, self.head_dim, inputs.hidden.dtype, self._attention, self.window)
         wanted = ActivePositions(by_depth.index, 1, input_ids.numel() + chains.count)
         return list(self.run_layers(inputs, [layout] * len(self.layers), wanted).split(by_depth.sizes))
 

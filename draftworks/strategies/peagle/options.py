@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
 from draftworks.config.option_checks import check_mask_token, check_served_heads, choose_eagle_taps
@@ -24,9 +24,10 @@ class PEagleOptions(LayerOptions, TeacherOptions):
         "fc_norm",
         "norm_before_residual",
         "train_embeddings",
+        "sliding_window",
     )
     execution = ("attention",)
-    added = (*LayerOptions.added, *TeacherOptions.added)
+    added = (*LayerOptions.added, *TeacherOptions.added, "sliding_window")
 
     num_depths: int = Field(default=8, ge=1, le=32, description="Tokens proposed in one pass.")
     down_sample_ratio: float = Field(
@@ -59,6 +60,11 @@ class PEagleOptions(LayerOptions, TeacherOptions):
         default=False,
         description="The first layer's residual stream begins with the normed state, not with the state itself.",
     )
+    sliding_window: int | None = Field(
+        default=None,
+        gt=1,
+        description="Newest positions that every place sees, its own included; at least num_depths; default all.",
+    )
     loss: Literal["token_mean", "specforge"] = Field(
         default="token_mean",
         description="Chains up to the end of an answer, per token; or the reference's rule and mean.",
@@ -67,6 +73,15 @@ class PEagleOptions(LayerOptions, TeacherOptions):
         default="auto",
         description="Back end of attention, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
     )
+
+    @model_validator(mode="after")
+    def _window_holds_a_chain(self) -> PEagleOptions:
+        if self.sliding_window is not None and self.sliding_window < self.num_depths:
+            raise ValueError(
+                f"sliding_window {self.sliding_window} is shorter than a chain of num_depths {self.num_depths}: speculators "
+                "and vLLM would compute different drafts. Raise it"
+            )
+        return self
 
 
 def choose_peagle_taps(num_layers: int, options: PEagleOptions) -> tuple[LayerTap, ...]:

@@ -25,8 +25,9 @@ class PEagleReader(ExportReader):
     """Positions 0 … n-1 as in EAGLE-3, then one masked position for each proposal after the first.
 
     A masked position reads the mask token and the learned `mask_hidden` in place of a token and a stream. Every position
-    sees itself and those before it, so a proposal depends neither on the number of proposals after it nor on the tokens
-    drawn before it.
+    sees itself and those before it, or the newest of these in a window that moves on with it, as in vLLM (speculators shows
+    all of a chain to its places, which is the same if the window is as long as the chain). So a proposal depends neither on
+    the number of proposals after it nor on the tokens drawn before it.
 
     Attributes:
         first: fusion, first layer, norm and head, which are EAGLE-3's.
@@ -39,17 +40,18 @@ class PEagleReader(ExportReader):
     mask_token: int
 
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
-        first, masks, given = self.first, len(drawn) - 1, len(next_tokens)
+        first, masks = self.first, len(drawn) - 1
         tokens = torch.cat([next_tokens, torch.full((masks,), self.mask_token)])  # (n + masks,)
         streams = torch.cat([first.join_taps(features), first.weights["mask_hidden"][0].expand(masks, -1)])
-        hidden = first.run_first_layer(tokens, first.fuse(streams), given)  # (n + masks, H)
+        hidden = first.run_first_layer(tokens, first.fuse(streams), given=len(tokens))  # (n + masks, H)
         for layer in range(1, first.sizes.layers):
-            hidden = self._run_layer(hidden, f"layers.{layer}.", given)
+            hidden = self._run_layer(hidden, f"layers.{layer}.")
         return first.norm(hidden[-len(drawn) :], "norm") @ first.weights["lm_head.weight"].T
 
-    def _run_layer(self, hidden: Tensor, layer: str, given: int) -> Tensor:
+    def _run_layer(self, hidden: Tensor, layer: str) -> Tensor:
         """Return the output (m, H) of a layer of Llama."""
-        hidden = hidden + self.first.attend(self.first.norm(hidden, f"{layer}input_layernorm"), layer, given)
+        read = self.first.norm(hidden, f"{layer}input_layernorm")
+        hidden = hidden + self.first.attend(read, layer, given=len(read))
         after = self.first.norm(hidden, f"{layer}post_attention_layernorm")
         return hidden + gated_mlp(after, self.first.weights, f"{layer}mlp.")
 

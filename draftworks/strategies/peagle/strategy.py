@@ -57,7 +57,9 @@ class PEagleStrategy(DecoderStrategy):
         super().__init__(options, target, vocab, seed)
         self.draft_tokens = self.max_draft_tokens = options.num_depths
         self._depth_sampling = DepthSampling(options.down_sample_ratio, options.down_sample_ratio_min)
-        traits = PEagleTraits(options.train_embeddings, options.fc_norm, options.norm_before_residual)
+        traits = PEagleTraits(
+            options.train_embeddings, options.fc_norm, options.norm_before_residual, options.sliding_window
+        )
         generator = torch.Generator().manual_seed(seed)
         assert self.draft_ids is not None, "P-EAGLE predicts over a reduced vocabulary"
         self.model = PEagleDraft(self.target, self._sizes(), self.draft_ids, generator, traits, options.attention)

@@ -76,6 +76,8 @@ def expected_sums(strategy: PEagleStrategy, samples, kept: torch.Tensor) -> list
         {"train_embeddings": False, "mask_token_id": 5},
         {"attention": "eager", "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 12},
         {"attention": "sdpa", "num_depths": 6},
+        {"sliding_window": 4},
+        {"sliding_window": 5, "attention": "eager", "num_layers": 3},
     ],
     ids=str,
 )
@@ -115,9 +117,11 @@ def test_specforge_takes_the_mean_over_rows_with_a_label_of_a_sample_at_a_time(m
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
 
 
-def test_attention_back_ends_give_the_same_draft_and_are_no_part_of_it(make):
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention_back_ends_give_the_same_draft_and_are_no_part_of_it(make, window):
     samples = [*SAMPLES, sample([0] * 9 + [1] * 70, 8)]  # the last goes through attention in groups
-    made = {name: make(attention=name, num_depths=5) for name in ("eager", "auto", "sdpa", "flex")}
+    backends = ("eager", "auto", "sdpa", "flex")
+    made = {name: make(attention=name, num_depths=5, sliding_window=window) for name in backends}
     sums = {}
     for name in ("eager", "auto", "sdpa"):
         output = made[name].forward_loss(made[name].collate(samples, [*NAMES, "d"]), MIDDLE)
@@ -216,7 +220,9 @@ def test_proposals_are_the_readers_first_choices(make, monkeypatch):
     assert (strategy.propose(batch, torch.zeros_like(rows), 2) == -1).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"train_embeddings": False, "norm_before_residual": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"train_embeddings": False, "norm_before_residual": True}, {"sliding_window": 5}], ids=str
+)
 def test_a_drafter_fed_in_pieces_proposes_what_the_replay_does(make, options):
     strategy = make(**options)
     one = sample([0] * 4 + [1] * 14, 21)

@@ -20,6 +20,7 @@ from draftworks.strategies.peagle.options import PEAGLE, PEagleOptions
         ({"num_layers": 0}, "num_layers"),
         ({"num_heads": 3, "num_kv_heads": 2}, "num_heads 3 is not a multiple of num_kv_heads 2"),
         ({"ttt_length": 7}, "ttt_length"),
+        ({"sliding_window": 7}, "sliding_window 7 is shorter than a chain of num_depths 8"),
     ],
     ids=str,
 )
