@@ -5,14 +5,15 @@ A difference is that of the walk (rung 3): accepted tokens per pass of draft A m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from draftworks.config.run_files import TOKENS_FOLDER
 from draftworks.errors import StoreError
-from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
+from draftworks.evaluation.ladder.positions import describe_range
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import (
     AcceptanceSummary,
     Interval,
@@ -21,7 +22,7 @@ from draftworks.evaluation.ladder.statistics import (
     summarize_acceptance,
     unpaired_difference,
 )
-from draftworks.evaluation.report.slices import iterate_slices, read_sample_columns
+from draftworks.evaluation.report.slices import POSITION, Slice, iterate_slices, read_sample_columns
 from draftworks.evaluation.report.walk_pairs import MeasuredWalk, WalkPair, pair_walks
 from draftworks.fleet.compared_drafts import ComparedDraft, ReportPair, ReportPlace, choose_reports
 from draftworks.fleet.recipe_differences import (
@@ -234,7 +235,10 @@ def _compare_on(eval_set: str, reports: ReportPair, refused: str, other_weights:
         shared_b=of_b,
         difference=paired.difference,
         interval=paired.interval,
-        slices=_compare_slices(pair, a if a.tokens is not None else b, _list_slices(reports), resampling),
+        slices=(
+            *_compare_slices(pair, a if a.tokens is not None else b, _list_slices(reports), resampling),
+            *_compare_positions(pair, a, b, resampling),
+        ),
     )
 
 
@@ -266,13 +270,32 @@ def _compare_slices(
         slices = list(iterate_slices(of_a, columns, [column]))
         if len(slices) < 2:
             continue
-        for each in slices:
-            others = [of_b[prompt.sample_id] for prompt in each.prompts]
-            paired = paired_difference(each.prompts, others, resampling)
-            low, high = paired.interval.low, paired.interval.high
-            a, b = micro_mean(each.prompts), micro_mean(others)
-            found.append(SliceFigures(column, each.value, paired.prompts, a, b, paired.difference, low, high))
+        found += [_compare_slice(each, of_b, resampling) for each in slices]
     return tuple(found)
+
+
+def _compare_positions(
+    pair: WalkPair, a: MeasuredWalk, b: MeasuredWalk, resampling: Resampling
+) -> tuple[SliceFigures, ...]:
+    """Return the paired difference in each range of places in the text in which both have passes of the same prompts."""
+    found = list[SliceFigures]()
+    for begin in sorted(a.by_position.keys() & b.by_position.keys()):
+        of_a, of_b = ({one.sample_id: one for one in walk.by_position[begin]} for walk in (a, b))
+        both = sorted(of_a.keys() & of_b.keys() & pair.shared)
+        if both:
+            found.append(
+                _compare_slice(Slice(POSITION, describe_range(begin), [of_a[name] for name in both]), of_b, resampling)
+            )
+    return tuple(found) if len(found) > 1 else ()
+
+
+def _compare_slice(one: Slice, of_b: Mapping[str, PromptAcceptance], resampling: Resampling) -> SliceFigures:
+    """Return the paired difference in a slice of draft A's prompts."""
+    others = [of_b[prompt.sample_id] for prompt in one.prompts]
+    paired = paired_difference(one.prompts, others, resampling)
+    a, b = micro_mean(one.prompts), micro_mean(others)
+    low, high = paired.interval.low, paired.interval.high
+    return SliceFigures(one.column, one.value, paired.prompts, a, b, paired.difference, low, high)
 
 
 def _list_slices(reports: ReportPair) -> list[str]:

@@ -25,6 +25,7 @@ from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, measure_label_agreement
 from draftworks.evaluation.ladder.differences import AnswerTrace
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
+from draftworks.evaluation.ladder.positions import join_samples
 from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
 from draftworks.evaluation.ladder.prompts import select_prompts
 from draftworks.evaluation.ladder.replay import replay_all
@@ -162,7 +163,12 @@ class _EvaluationRun:
     def _measure_with_replay(self, name: str, trace_ids: Collection[str] = ()) -> _Measured:
         result = self.measure_accuracy(name, self.strategy.forward_loss)
         found = replay_all(self.strategy, self.build_loader(), self.draft_tokens, self.device, trace_ids)
-        measured = DraftMeasurement(result, tuple(one.blocks for one in found), tuple(one.walk for one in found))
+        measured = DraftMeasurement(
+            result,
+            blocks=tuple(one.blocks for one in found),
+            walk=tuple(one.walk for one in found),
+            walk_by_position=join_samples(one.walk_by_position for one in found),
+        )
         walk = micro_mean(measured.walk)
         if walk is not None:
             self._log(

@@ -82,6 +82,24 @@ def test_exchanged_drafts_have_the_opposite_difference(drafts: Drafts):
     assert {(each.key, each.a, each.b) for each in there.recipe} == {(each.key, each.b, each.a) for each in back.recipe}
 
 
+def test_places_in_the_text_are_compared_on_prompts_that_both_passed_there(drafts: Drafts):
+    answers, some = drafts.publish_answers(SAMPLES), {name: [0, 1] for name in list(SAMPLES)[:6]}
+    for name, late in (("a", some), ("b", {name: [3, 2] for name in SAMPLES}), ("c", {})):
+        drafts.publish_draft(name)
+        ranges = {0: HIGH, 256: late} if late else {0: HIGH}
+        drafts.publish_report(name, answers, HIGH, by_position=ranges)
+    a, b, c = (drafts.find(one.path.name) for one in map(drafts.publish_draft, "abc"))
+    [found] = compare_drafts(a, b).figures
+    shown = [
+        (each.value, each.prompts, each.a, each.b, each.difference)
+        for each in found.slices
+        if each.column == "position"
+    ]
+    assert shown == [("0-255", 16, 8 / 3, 8 / 3, 0.0), ("256-511", 6, 0.5, 2.5, -2.0)]
+    [alone] = compare_drafts(a, c).figures
+    assert not [each for each in alone.slices if each.column == "position"]
+
+
 def test_the_slices_of_a_column_partition_the_shared_prompts(drafts: Drafts):
     few = dict(list(SAMPLES.items())[:12])
     first = drafts.publish("a", HIGH, drafts.publish_answers(SAMPLES))

@@ -43,14 +43,17 @@ class ReportFolders:
         return self.artifacts.obtain("heldout_responses", TARGET, identity, build).data_version
 
     def publish_report(
-        self, draft: str, answers: str, accepted: Mapping[str, list[int]], draft_tokens: int = 3
+        self,
+        draft: str,
+        answers: str,
+        accepted: Mapping[str, list[int]],
+        draft_tokens: int = 3,
+        by_position: Mapping[int, Mapping[str, list[int]]] | None = None,
     ) -> Artifact:
         """A report of a draft, by the draft tokens that each pass of the walk accepted on each prompt; none is no walk."""
-        walk = [
-            PromptAcceptance.from_accepted_counts(name, found, sum(found) + len(found))
-            for name, found in accepted.items()
-        ]
-        measured = {"trained": DraftMeasurement(ACCURACY, walk=tuple(walk)), "untrained": DraftMeasurement(ACCURACY)}
+        ranges = {begin: _acceptance(found) for begin, found in (by_position or {}).items()}
+        trained = DraftMeasurement(ACCURACY, walk=_acceptance(accepted), walk_by_position=ranges)
+        measured = {"trained": trained, "untrained": DraftMeasurement(ACCURACY)}
 
         def build(out: Path) -> BuildResult:
             report = Report(
@@ -62,3 +65,9 @@ class ReportFolders:
 
         identity = {"draft": draft, "heldout": [answers, "features"]}
         return self.artifacts.obtain(ASSET, TARGET, identity, build)
+
+
+def _acceptance(accepted: Mapping[str, list[int]]) -> tuple[PromptAcceptance, ...]:
+    return tuple(
+        PromptAcceptance.from_accepted_counts(name, found, sum(found) + len(found)) for name, found in accepted.items()
+    )

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from draftworks.evaluation.ladder.differences import Difference
+from draftworks.evaluation.ladder.positions import PromptsByPosition
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.result import EvalResult
 
@@ -81,12 +82,14 @@ class DraftMeasurement:
     Attributes:
         result: rungs 0 and 1.
         blocks, walk: rungs 2 and 3, one entry per prompt.
+        walk_by_position: the walk in every range of places in the text; empty in reports from before there were any.
         loops: rung 4, one entry per temperature.
     """
 
     result: EvalResult
     blocks: tuple[PromptAcceptance, ...] = ()
     walk: tuple[PromptAcceptance, ...] = ()
+    walk_by_position: PromptsByPosition = field(default_factory=dict)
     loops: tuple[LoopMeasurement, ...] = field(default_factory=tuple)
 
     def metrics(self) -> dict[str, Any]:

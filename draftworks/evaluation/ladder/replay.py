@@ -8,7 +8,7 @@ accepted tokens plus the target's own. Both are exact only if the answer is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.evaluation.ladder.differences import AnswerTrace
+from draftworks.evaluation.ladder.positions import PlacedPass, split_by_position
 from draftworks.evaluation.ladder.prompt_acceptance import Pass, PromptAcceptance
 from draftworks.features.contracts import TrainBatch
 
@@ -29,11 +30,13 @@ class ReplayResult:
     """Rungs 2 and 3 of one sample. Tokens after the end of an answer are neither accepted nor emitted.
 
     Attributes:
+        walk_by_position: the walk in each range of places that it has a pass in, by the begin of the range.
         first_answer: trace of the walk over the first answer, which rung 4 decodes; None if it was not asked for.
     """
 
     blocks: PromptAcceptance
     walk: PromptAcceptance
+    walk_by_position: Mapping[int, PromptAcceptance]
     first_answer: AnswerTrace | None = None
 
 
@@ -111,7 +114,7 @@ class _Sample:
     accepted: np.ndarray
     rejected: np.ndarray
 
-    def walk(self, begin: int, end: int) -> Iterator[Pass]:
+    def walk(self, begin: int, end: int) -> Iterator[PlacedPass]:
         """Yield the passes of a greedy server over the answer [begin, end).
 
         The prefill gives the answer's first token, so the first proposal is made at the position before it.
@@ -119,7 +122,7 @@ class _Sample:
         position = max(begin - 1, 0)
         while position < end - 2:
             one = self.pass_at(position, end)
-            yield one
+            yield PlacedPass(position + 2, one)
             position += one.accepted + 1
 
     def blocks(self, begin: int, end: int) -> Iterator[Pass]:
@@ -138,9 +141,16 @@ def _replay_sample(sample_id: str, sample: _Sample) -> ReplayResult:
     spans = list(find_answer_spans(sample.mask))
     walks = [list(sample.walk(*span)) for span in spans]
     blocks = [one for span in spans for one in sample.blocks(*span)]
-    walk = [one for passes in walks for one in passes]
-    first = AnswerTrace(tuple(sample.ids[slice(*spans[0])].tolist()), tuple(walks[0])) if spans else None
-    return ReplayResult(PromptAcceptance.of(sample_id, blocks), PromptAcceptance.of(sample_id, walk), first)
+    placed = [one for passes in walks for one in passes]
+    first = None
+    if spans:
+        first = AnswerTrace(tuple(sample.ids[slice(*spans[0])].tolist()), tuple(one.result for one in walks[0]))
+    return ReplayResult(
+        PromptAcceptance.of(sample_id, blocks),
+        PromptAcceptance.of(sample_id, [one.result for one in placed]),
+        split_by_position(sample_id, placed),
+        first,
+    )
 
 
 def forward_with_replay(strategy: DraftStrategy, draft_tokens: int) -> Callable[[TrainBatch, StepContext], StepOutput]:

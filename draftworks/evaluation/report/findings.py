@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SIMULATED = "simulated_acc_len"
 BLOCK, WALK, LOOP = "rung2_block_acc_len", "rung3_walk_acc_len", "rung4_loop_acc_len"
+WALK_AT = f"{WALK}_at_"
+"""Followed by the begin of a range of places in the text: names of rows in prompts.parquet, and no metrics."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ def list_counted_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
             name = get_metric_name(4, loop.temperature)
             rungs.append(CountedRung(4, name, loop.prompts, loop.temperature, loop.speed_up))
     return tuple(rung for rung in rungs if rung.prompts)
+
+
+def list_position_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
+    """Return the walk in every range of places, ascending."""
+    return tuple(CountedRung(3, f"{WALK_AT}{begin}", prompts) for begin, prompts in measured.walk_by_position.items())
 
 
 def collect_findings(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[Finding, ...]:

@@ -11,8 +11,10 @@ from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasu
 from draftworks.evaluation.ladder.prompt_acceptance import sum_histograms
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.findings import WALK, Finding
+from draftworks.evaluation.report.late_fall import find_late_fall
 from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.slices import POSITION
 from draftworks.evaluation.report.summary import DIFFERENCES, TRAINED
 from draftworks.evaluation.report.tables import select_slices_to_show
 
@@ -22,6 +24,7 @@ VOCABULARY_NOTE = (
     "The first of these rates and the loss look at those only, so both get better as the vocabulary gets smaller: between "
     "vocabularies, compare the second, the accuracies and the rungs."
 )
+POSITION_NOTE = f"Slices by `{POSITION}` are of passes, by the place in the sample of the first token proposed: a long answer is in several."
 MAX_SHOWN_DIFFERENCES = 12
 MAX_CELL_LENGTH = 40
 
@@ -182,8 +185,14 @@ def _render_thinking(report: Report) -> str:
 
 
 def _render_slices(report: Report) -> str:
-    """Return the walk by columns of the eval data that have more than one slice."""
-    return _table([_slice_row(one) for one in select_slices_to_show(report.walk_slices).itertuples()])
+    """Return the walk by columns of the eval data, and by place in the text, where there is more than one slice."""
+    shown = select_slices_to_show(report.walk_slices)
+    parts = [_table([_slice_row(one) for one in shown.itertuples()])]
+    if POSITION in set(shown["column"]):
+        parts.append(POSITION_NOTE)
+        fall = find_late_fall(report.drafts[TRAINED].walk_by_position, report.resampling)
+        parts += [] if fall is None else [f"> {fall.describe()}"]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _slice_row(one: Any) -> dict[str, str]:

@@ -22,7 +22,7 @@ from draftworks.evaluation.report.findings import (
     compare_on_walk,
     get_metric_name,
 )
-from draftworks.evaluation.report.slices import slice_acceptance
+from draftworks.evaluation.report.slices import iterate_positions, iterate_slices, measure_slices
 from draftworks.evaluation.report.summary import (
     REPORT,
     SCHEMA_VERSION,
@@ -31,7 +31,7 @@ from draftworks.evaluation.report.summary import (
     report_file_errors,
     require_prompts_file,
 )
-from draftworks.evaluation.report.tables import PromptsByRung, read_prompts
+from draftworks.evaluation.report.tables import PromptsByRung, read_prompts, select_walk_by_position
 from draftworks.evaluation.report.thinking import AskedSample, ThinkingComparison, compare_thinking
 from draftworks.evaluation.result import EvalResult
 
@@ -89,10 +89,11 @@ class Report:
 
     @cached_property
     def walk_slices(self) -> pd.DataFrame:
-        """The walk of the trained draft by every column of the eval data."""
-        if self.columns is None:
-            return slice_acceptance((), pd.DataFrame(), ())
-        return slice_acceptance(self.drafts[TRAINED].walk, self.columns, list(self.columns), self.resampling)
+        """The walk of the trained draft by every column of the eval data, and by the place in the text."""
+        trained = self.drafts[TRAINED]
+        columns = pd.DataFrame() if self.columns is None else self.columns
+        by_column = iterate_slices(trained.walk if self.columns is not None else (), columns, list(columns))
+        return measure_slices([*by_column, *iterate_positions(trained.walk_by_position)], self.resampling)
 
     @cached_property
     def thinking(self) -> ThinkingComparison | None:
@@ -171,6 +172,7 @@ def _measurement(name: str, values: Mapping[str, Any], prompts: PromptsByRung) -
         result=EvalResult.from_json(values["result"]),
         blocks=prompts.get((name, get_metric_name(2)), ()),
         walk=prompts.get((name, get_metric_name(3)), ()),
+        walk_by_position=select_walk_by_position(prompts, name),
         loops=tuple(
             LoopMeasurement.from_json(loop, prompts[name, get_metric_name(4, loop["temperature"])])
             for loop in values["loops"]

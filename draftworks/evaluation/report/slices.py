@@ -1,4 +1,4 @@
-"""Acceptance by slices of the eval data: by task, language, length or any other column."""
+"""Acceptance by slices of the eval data: by task, language, length or any other column, and by the place in the text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import DataError
+from draftworks.evaluation.ladder.positions import PromptsByPosition, describe_range
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling, summarize_acceptance
 
 MISSING = "(none)"
+POSITION = "position"
+"""Name of the slices by place in the text. They partition the passes: a long answer is in several of them."""
 BINS = 4
 MEASURES = {
     "prompts": "int64",
@@ -45,8 +48,13 @@ def slice_acceptance(
     Raises:
         DataError: a column is missing, or the index is not that of these prompts.
     """
+    return measure_slices(iterate_slices(prompts, columns, by), resampling)
+
+
+def measure_slices(slices: Iterable[Slice], resampling: Resampling = DEFAULT_RESAMPLING) -> pd.DataFrame:
+    """Return the acceptance of each slice, a row for each; the columns of `slice_acceptance`."""
     rows = []
-    for each in iterate_slices(prompts, columns, by):
+    for each in slices:
         measured = summarize_acceptance(each.prompts, resampling)
         rows.append(
             {"column": each.column, "value": each.value, **{name: getattr(measured, name) for name in MEASURES}}
@@ -70,6 +78,12 @@ def iterate_slices(prompts: Iterable[PromptAcceptance], columns: pd.DataFrame, b
     for column in by:
         for value, positions in _slice_column(known.loc[:, column]):
             yield Slice(column, value, [prompts[position] for position in positions])
+
+
+def iterate_positions(walk: PromptsByPosition) -> Iterator[Slice]:
+    """Yield a slice for every range of places in the text, ascending, with the passes of each prompt there alone."""
+    for begin, prompts in walk.items():
+        yield Slice(POSITION, describe_range(begin), list(prompts))
 
 
 def read_sample_columns(tokens: TokenizedSet) -> pd.DataFrame:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.report.findings import Finding, list_counted_rungs
+from draftworks.evaluation.report.findings import WALK_AT, Finding, list_counted_rungs, list_position_rungs
 from draftworks.storage.atomic import publish_file
 
 if TYPE_CHECKING:
@@ -65,11 +65,14 @@ def build_summary_table(heading: Mapping[str, str], findings: Iterable[Finding])
 
 
 def build_prompts_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
-    """Build the table of acceptance counts per draft, rung and prompt, by which two drafts can be compared later."""
+    """Build the table of acceptance counts per draft, rung and prompt, by which two drafts can be compared later.
+
+    A prompt's walk has further rows, one for each range of places in the text that it has a pass in.
+    """
     rows = [
         {"draft": name, "rung": rung.rung, "metric": rung.metric, **vars(prompt)}
         for name, measured in drafts.items()
-        for rung in list_counted_rungs(measured)
+        for rung in [*list_counted_rungs(measured), *list_position_rungs(measured)]
         for prompt in rung.prompts
     ]
     return pa.Table.from_pylist(rows, PROMPTS_SCHEMA)
@@ -109,6 +112,16 @@ def read_prompts(path: Path) -> PromptsByRung:
         )
         found.setdefault((row["draft"], row["metric"]), []).append(prompt)
     return {name: tuple(prompts) for name, prompts in found.items()}
+
+
+def select_walk_by_position(prompts: PromptsByRung, draft: str) -> dict[int, tuple[PromptAcceptance, ...]]:
+    """Return the walk of a draft in every range of places, by the begin of the range, ascending."""
+    found = {
+        int(metric.removeprefix(WALK_AT)): rows
+        for (name, metric), rows in prompts.items()
+        if name == draft and metric.startswith(WALK_AT)
+    }
+    return dict(sorted(found.items()))
 
 
 def publish_table(path: Path, table: pa.Table) -> None:

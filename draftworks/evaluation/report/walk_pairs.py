@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,12 @@ import numpy as np
 from draftworks.config.run_files import TOKENS_FOLDER
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import StoreError
+from draftworks.evaluation.ladder.positions import PromptsByPosition
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.findings import WALK
 from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
-from draftworks.evaluation.report.tables import read_prompts
+from draftworks.evaluation.report.tables import PromptsByRung, read_prompts, select_walk_by_position
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_eval_set
 from draftworks.storage.records import ReportIdentity
@@ -31,6 +32,7 @@ class MeasuredWalk:
         draft_tokens: tokens proposed per pass.
         answers: content version of the eval data; None if the report does not name it.
         tokens: eval data of the walk; None if it is not there any more.
+        by_position: the walk in every range of places in the text; empty in a report from before there were any.
     """
 
     prompts: tuple[PromptAcceptance, ...]
@@ -38,6 +40,7 @@ class MeasuredWalk:
     resampling: Resampling
     answers: str | None = None
     tokens: TokenizedSet | None = None
+    by_position: PromptsByPosition = field(default_factory=dict)
 
     @classmethod
     def of(cls, artifacts: ArtifactStore, report: Artifact, eval_set: str) -> MeasuredWalk:
@@ -63,7 +66,15 @@ class MeasuredWalk:
             draft_tokens, resampling = values["draft_tokens"], Resampling(**values["resampling"])
             answers = values["provenance"].get("eval_tokens")
         opened = None if tokens is None else TokenizedSet.open(tokens)
-        return cls(read_walk(folder), draft_tokens, resampling, answers if opened is None else opened.digest, opened)
+        prompts = _read_prompts(folder)
+        return cls(
+            prompts.get((TRAINED, WALK), ()),
+            draft_tokens,
+            resampling,
+            answers if opened is None else opened.digest,
+            opened,
+            select_walk_by_position(prompts, TRAINED),
+        )
 
 
 @dataclass(frozen=True)
@@ -104,9 +115,13 @@ def read_walk(folder: Path) -> tuple[PromptAcceptance, ...]:
     Raises:
         StoreError: missing, damaged, altered, or of another schema.
     """
+    return _read_prompts(folder).get((TRAINED, WALK), ())
+
+
+def _read_prompts(folder: Path) -> PromptsByRung:
     path = require_prompts_file(folder)
     with report_file_errors(path):
-        return read_prompts(path).get((TRAINED, WALK), ())
+        return read_prompts(path)
 
 
 def find_identical_samples(left: TokenizedSet, right: TokenizedSet) -> set[str]:
