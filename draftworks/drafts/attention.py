@@ -45,6 +45,22 @@ class KeyValue(NamedTuple):
         return KeyValue(*(torch.cat(both, dim=2) for both in zip(self, others, strict=True)))
 
 
+@dataclass(frozen=True)
+class Window:
+    """How far back draft tokens see.
+
+    Attributes:
+        size: number of positions.
+        from_anchor: all tokens of a block see the newest `size` positions of the context, and their block, as in speculators;
+            otherwise each sees the newest `size` positions up to itself, as in z-lab's code, SGLang and vLLM.
+        both_ways: with `from_anchor`, tokens see those after them in the block too.
+    """
+
+    size: int
+    from_anchor: bool = False
+    both_ways: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class SeenKeys:
     """Bounds of the keys that n draft tokens see: context in [begin, end), draft tokens in [own_begin, own_end).
@@ -61,17 +77,20 @@ class SeenKeys:
     own_end: Tensor
     context: int
 
-    def with_window(self, window: int | None) -> SeenKeys:
-        """Keep the newest `window` positions, the token's own included; None keeps all keys."""
+    def with_window(self, window: Window | None) -> SeenKeys:
+        """Keep the keys that the window shows; None keeps all."""
         if window is None:
             return self
         token = torch.arange(self.begin.shape[1], device=self.begin.device)
+        own_end = self.own_end if window.both_ways else torch.minimum(self.own_end, token + 1)
+        if window.from_anchor:
+            return replace(self, begin=torch.maximum(self.begin, self.end - window.size), own_end=own_end)
         positions = self.end + token - self.own_begin
         return replace(
             self,
-            begin=torch.maximum(self.begin, positions - window + 1),
-            own_begin=torch.maximum(self.own_begin, token - window + 1),
-            own_end=torch.minimum(self.own_end, token + 1),
+            begin=torch.maximum(self.begin, positions - window.size + 1),
+            own_begin=torch.maximum(self.own_begin, token - window.size + 1),
+            own_end=own_end,
         )
 
     def make_mask(self, group: Group | None = None) -> Tensor:
@@ -173,18 +192,18 @@ class DraftAttention:
         self._seen = seen
         self._backend = backend
         self._pieces: list[slice] = []
-        self._groups: dict[int | None, list[Group]] = {}
-        self._flex_masks: dict[int | None, Any] = {}
+        self._groups: dict[Window | None, list[Group]] = {}
+        self._flex_masks: dict[Window | None, Any] = {}
 
     @without_compile  # groups differ from batch to batch; flex is compiled by itself
-    def __call__(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None = None) -> Tensor:
+    def __call__(self, query: Tensor, context: KeyValue, own: KeyValue, window: Window | None = None) -> Tensor:
         """Return the attention of one layer, (B, heads, n, D).
 
         Args:
             query: (B, heads, n, D), heads a multiple of kv_heads.
             context: keys and values of the S context positions.
             own: keys and values of the n draft tokens.
-            window: of the layer, in tokens; None for no window.
+            window: of the layer; None for no window.
         """
         if not query.shape[2]:
             return query
@@ -196,7 +215,7 @@ class DraftAttention:
         enough = query.shape[2] >= TILE
         return "flex" if enough and flex_works(query.device, query.dtype, query.shape[-1]) else "sdpa"
 
-    def _eager(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
+    def _eager(self, query: Tensor, context: KeyValue, own: KeyValue, window: Window | None) -> Tensor:
         groups = query.shape[1] // own.key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in context.concat(own))  # (B, heads, S + n, D)
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -204,7 +223,7 @@ class DraftAttention:
         seen = self._seen.with_window(window).make_mask()
         return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(query.dtype) @ value
 
-    def _sdpa(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
+    def _sdpa(self, query: Tensor, context: KeyValue, own: KeyValue, window: Window | None) -> Tensor:
         seen = self._seen.with_window(window)
         if window not in self._groups:
             # Pieces follow documents, so they are cut from the bounds before a window moves the beginnings.
@@ -214,7 +233,7 @@ class DraftAttention:
             self._groups[window] = seen.make_groups(self._pieces)
         return _InGroups.apply(seen, self._groups[window], query, *context, *own)
 
-    def _flex(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
+    def _flex(self, query: Tensor, context: KeyValue, own: KeyValue, window: Window | None) -> Tensor:
         if window not in self._flex_masks:
             self._flex_masks[window] = self._seen.with_window(window).make_block_mask()
         key, value = context.concat(own)

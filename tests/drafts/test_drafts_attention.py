@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from draftworks.drafts.anchors import Blocks, place_blocks
-from draftworks.drafts.attention import TILE, DraftAttention, KeyValue, SeenKeys
+from draftworks.drafts.attention import TILE, DraftAttention, KeyValue, SeenKeys, Window
 from draftworks.drafts.documents import Documents
 from draftworks.strategies.peagle.chains import Chains
 
@@ -44,8 +44,9 @@ def listed(count: Tensor, which: Tensor) -> Tensor:
     return torch.zeros(which.shape, dtype=torch.bool).scatter(-1, which.long(), named)[:, 0]
 
 
-def rule_of_blocks(blocks: Blocks, length: int, window: int | None) -> Tensor:
-    """(B, n, S + n): a token of the block at anchor a sees its document below a, and its block; with a window, of these the newest."""
+def rule_of_blocks(blocks: Blocks, length: int, window: Window | None) -> Tensor:
+    """(B, n, S + n): a token of the block at anchor a sees its document below a, and its block; with a window, of these the newest,
+    or the newest below a, and the block up to itself or all of it."""
     offset = torch.arange(blocks.count * blocks.size) % blocks.size
     anchor, begin = (x.repeat_interleave(blocks.size, dim=1)[..., None] for x in (blocks.anchors, blocks.begins))
     number = torch.arange(len(offset)) // blocks.size
@@ -53,9 +54,10 @@ def rule_of_blocks(blocks: Blocks, length: int, window: int | None) -> Tensor:
     context = (place < anchor) & (place >= begin)
     own = (number[:, None] == number).expand(len(anchor), -1, -1)
     if window is not None:
-        context = context & (anchor + offset[:, None] - place < window)
         behind = offset[:, None] - offset
-        own = own & (behind >= 0) & (behind < window)
+        moved = 0 if window.from_anchor else offset[:, None]
+        context = context & (anchor + moved - place < window.size + window.from_anchor)
+        own = own & ((behind >= 0) | window.both_ways) & ((behind < window.size) | window.from_anchor)
     return torch.cat([context, own], dim=-1)
 
 
@@ -67,7 +69,7 @@ def rule_of_chains(chains: Chains) -> Tensor:
     return torch.cat([(places <= anchors) & (places >= begins), own], dim=1)[None]
 
 
-@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("window", [None, Window(3), Window(40), Window(3, True), Window(40, True, True)], ids=str)
 @pytest.mark.parametrize("size", [4, 7])
 @pytest.mark.parametrize("row", ROWS)
 def test_masks_groups_tiles_and_elements_are_those_of_the_rule(row, size, window):
@@ -90,7 +92,7 @@ def test_so_are_those_of_chains(lengths, rows):
     assert_mask_is(seen.make_block_mask(), expected)
 
 
-def assert_groups_cover(seen: SeenKeys, window: int | None, expected: Tensor) -> None:
+def assert_groups_cover(seen: SeenKeys, window: Window | None, expected: Tensor) -> None:
     """Groups are all tokens in order, each of one document and no longer than was asked; what they see is among their keys, and
     their masks say which of these."""
     groups = seen.with_window(window).make_groups(seen.split_tokens(50))
@@ -127,7 +129,7 @@ def test_most_of_a_long_context_is_whole_tiles_or_none():
     assert partial + full < 0.4 * found.kv_indices.numel()
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, Window(5), Window(5, True, True)], ids=str)
 @pytest.mark.parametrize("row", ROWS)
 def test_back_ends_attend_alike_and_groups_have_the_gradients_of_the_written_out_mask(row, window):
     lengths, rows, anchors = ROWS[row]

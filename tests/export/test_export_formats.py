@@ -34,6 +34,17 @@ def layer_config(config: dict) -> dict:
     return config.get("transformer_layer_config", config)
 
 
+ANCHORED = {"sliding_window": 3, "sliding_window_kind": "anchor"}
+FROM_TOKENS = {
+    "zlab_dflash": "exported as speculators_dflash",
+    "zlab_dspark": "exported as speculators_dspark",
+    "zlab_dflash2": "exported as speculators_dflash2",
+    "zlab_domino": "No format can hold it",
+    "sglang_lilicorr": "No format can hold it",
+}
+"""Formats in which a window counts from each token, and what holds one that counts from the anchor."""
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_gate_passes(tmp_path: Path, case: Case, dtype: str):
@@ -78,6 +89,12 @@ def test_every_registered_format_is_tried_here():
         ("zlab_dspark", {"markov_rank": 0, "confidence_head": False}, "markov_rank 0: SGLang.*as speculators_dspark"),
         ("sglang_lilicorr", {"candidate_topk": 5}, "candidate_topk 5: SGLang takes a power of two.*No format"),
         ("speculators_dspark", {"sliding_window": 3}, "sliding_window.*exported as zlab_dspark"),
+        (
+            "speculators_dflash2",
+            ANCHORED | {"sliding_layers": [1]},
+            "sliding_window_kind anchor in some of the layers: vLLM",
+        ),
+        *((name, ANCHORED, f"sliding_window_kind anchor: .*{instead}") for name, instead in FROM_TOKENS.items()),
     ],
 )
 def test_what_a_server_would_compute_otherwise_is_refused(toys: Toys, name: str, options: dict, reason: str):

@@ -146,6 +146,23 @@ def test_variants_of_a_format_are_imported(toys: Toys, tmp_path: Path, name: str
     assert_same_draft(CanonicalDraft.load(tmp_path / "imported", toys.target), expected)
 
 
+@pytest.mark.parametrize("kind", ["anchor", "anchor_both_ways"])
+@pytest.mark.parametrize("strategy", ["dflash", "dflash2", "dspark", "xpress"])
+def test_windows_that_speculators_trains_by_default_go_out_and_come_in(
+    toys: Toys, tmp_path: Path, strategy: str, kind: str
+):
+    some = (
+        None if (strategy, kind) == ("dflash2", "anchor") else [1]
+    )  # the one that its format cannot say of some layers
+    options = {"sliding_window": 5, "sliding_layers": some, "sliding_window_kind": kind}
+    draft = toys.draft(strategy, name=f"{strategy}-{kind}", **options)
+    exported = export_draft(draft, f"speculators_{strategy}", tmp_path / "out", "float32")
+    assert exported.passed, exported.gates
+    found = import_draft(tmp_path / "out", toys.target, tmp_path / "imported")
+    assert {name: found.options[name] for name in options} == options
+    assert_same_draft(CanonicalDraft.load(found.folder, toys.target), draft)
+
+
 def test_names_of_specforges_first_norms_are_known(toys: Toys, tmp_path: Path):
     draft = toys.draft("eagle3", name="normed", fc_norm=True)
     export_draft(draft, "sglang_eagle3", toys.folder / "normed-export", "float32")
@@ -302,11 +319,11 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any],
     "activation": ("zlab_dflash", nothing, having(hidden_act="gelu"), "hidden_act 'gelu'"),
     "biases": ("speculators_dflash", nothing, layer(attention_bias=True), "attention_bias: drafts here have no biases"),
     "reduced DFlash": ("speculators_dflash", nothing, having(draft_vocab_size=24), "draft_vocab_size 24 of 40"),
-    "window of speculators": (
+    "window that the library forgets": (
         "speculators_dflash",
         nothing,
-        layer(sliding_window=4, layer_types=["sliding_attention"] * 2),
-        "sliding_window: speculators counts a window from the anchor",
+        layer(sliding_window=4, layer_types=["sliding_attention"] * 2, use_sliding_window=False),
+        "sliding_attention layers without use_sliding_window",
     ),
     "sampled anchor": ("speculators_dflash", nothing, having(sample_from_anchor=True), "sample_from_anchor"),
     "two layers": ("sglang_eagle3", nothing, having(num_hidden_layers=2), "EAGLE-3 drafts here have one layer"),

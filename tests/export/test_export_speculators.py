@@ -53,6 +53,8 @@ DFLASH = {
     "dflash_window_both_ways": {"window": 4, "sliding_window_non_causal": True},
 }
 DFLASH2 = {"dflash2": {}, "dflash2_three_taps": {"conv_kernel_size": 3, "conv_group_size": 32}}
+WINDOW_BY_DEFAULT = "dflash2_window"
+"""Nothing is said of the direction: in this strategy alone the library's default is both ways."""
 DSPARK = {
     "dspark": {},
     "dspark_gated": {"markov_head_type": "gated", "confidence_head_with_markov": False},
@@ -81,6 +83,7 @@ CASES = (
     ONE_PASS,
     *DFLASH,
     *DFLASH2,
+    WINDOW_BY_DEFAULT,
     *REDUCED,
     *DSPARK,
     *REDUCED_DSPARK,
@@ -100,6 +103,9 @@ def folders(tmp_path_factory, tiny_folder, tiny_tensors):
     exports[ONE_PASS] = speculators_peagle(tiny_folder, norm_output=True)
     exports |= {name: speculators_dflash(tiny_folder, **settings) for name, settings in (DFLASH | REDUCED).items()}
     exports |= {name: speculators_dflash2(tiny_folder, **sizes) for name, sizes in DFLASH2.items()}
+    layers = exports["dflash2"].config["transformer_layer_config"]["num_hidden_layers"]
+    kinds = {"transformer_layer_config__layer_types": ["sliding_attention"] * layers}
+    exports[WINDOW_BY_DEFAULT] = exports["dflash2"].with_config(**WINDOW | kinds)
     for name, settings in (DSPARK | REDUCED_DSPARK).items():
         exports[name] = speculators_dspark(tiny_folder, **settings)
     exports |= {name: speculators_xpress(tiny_folder, **settings) for name, settings in XPRESS.items()}

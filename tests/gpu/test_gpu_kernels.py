@@ -8,7 +8,7 @@ from gpu_toys import gpu_only
 from torch import Tensor
 
 from draftworks.drafts.anchors import Blocks, place_blocks
-from draftworks.drafts.attention import DraftAttention, KeyValue
+from draftworks.drafts.attention import DraftAttention, KeyValue, Window
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.flex import flex_works
 from draftworks.strategies.eagle3.attention import (
@@ -82,7 +82,7 @@ def test_unrolled_attention_is_the_written_out_one(cuda, backend, dtype, toleran
 
 
 @gpu_only
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, Window(40), Window(40, True)], ids=str)
 @pytest.mark.parametrize("size", [7, 16])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, HALF), (torch.float32, FP32)])
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "flex"])

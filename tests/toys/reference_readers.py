@@ -19,7 +19,7 @@ from draftworks.export.readers.reader import ExportReader
 from draftworks.export.readers.rope import RopeTable
 from draftworks.export.readers.sizes import LayerSizes
 from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.reader import DFlashReader, anchored_mask, moving_mask
+from draftworks.strategies.dflash.reader import DFlashReader, Mask, anchored_mask, moving_mask
 from draftworks.strategies.dflash2.reader import DFlash2Reader, convolve
 from draftworks.strategies.domino.reader import DominoReader
 from draftworks.strategies.dspark.reader import DSparkReader
@@ -47,6 +47,14 @@ def peagle_reader(strategy: DraftStrategy) -> PEagleReader:
     return PEagleReader(first.taps, first.vocabulary, first.dtype, first, strategy.config()["mask_token_id"])
 
 
+def _mask(window: int | None, kind: str) -> Mask:
+    if window is None:
+        return anchored_mask
+    if kind == "token":
+        return partial(moving_mask, window=window)
+    return partial(anchored_mask, window=window, causal=kind == "anchor")
+
+
 def dflash_reader(strategy: DraftStrategy, first_row: int = 1) -> DFlashReader:
     """The backbone, too, of a strategy that is built on DFlash."""
     config, target = strategy.config(), strategy.target
@@ -55,7 +63,7 @@ def dflash_reader(strategy: DraftStrategy, first_row: int = 1) -> DFlashReader:
     return DFlashReader(
         taps=_taps(config),
         sizes=_sizes(config, len(windows), torch.float64),
-        masks=tuple(anchored_mask if size is None else partial(moving_mask, window=size) for size in windows),
+        masks=tuple(_mask(size, strategy.options.sliding_window_kind) for size in windows),
         block_size=config["block_size"],
         mask_token=config["mask_token_id"],
         first_row=first_row,

@@ -15,7 +15,6 @@ from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
 from draftworks.export.layer_ids import from_format, to_format
 from draftworks.export.layer_keys import build_layer_keys, list_layer_tensors, read_layer_sizes, require
 from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands, is_speculators, locate_model
-from draftworks.strategies.dflash.options import OTHER_WINDOW
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _SAME_NAMES = (
@@ -54,7 +53,10 @@ class DFlashFormat(ExportFormat):
             draft_vocab_size=None,
             rope=dict(config["rope_parameters"]),
             options=build_block_options(
-                config["block_size"], config["mask_token_id"], list(draft.options.layer_windows())
+                config["block_size"],
+                config["mask_token_id"],
+                list(draft.options.layer_windows()),
+                draft.options.sliding_window_kind,
             ),
             **{name: config[name] for name in _SAME_NAMES},
         )
@@ -78,7 +80,9 @@ class DFlashFormat(ExportFormat):
         return name.removeprefix("model.")
 
 
-def build_block_options(block_size: int, mask_token_id: int, windows: list[int | None]) -> dict[str, Any]:
+def build_block_options(
+    block_size: int, mask_token_id: int, windows: list[int | None], window_kind: str
+) -> dict[str, Any]:
     """Return the options of the strategy that decide what a block computes.
 
     Raises:
@@ -93,6 +97,7 @@ def build_block_options(block_size: int, mask_token_id: int, windows: list[int |
         "mask_token_id": mask_token_id,
         "sliding_window": sizes.pop() if sizes else None,
         "sliding_layers": None if len(sliding) in (0, len(windows)) else sliding,
+        "sliding_window_kind": window_kind if sliding else "token",
     }
 
 
@@ -120,6 +125,12 @@ def read_windows(config: Mapping[str, Any], num_layers: int, where: str) -> list
     if SLIDING in types and not window:
         raise ConfigError(f"{where}: layer_types names {SLIDING} layers, but there is no sliding_window")
     return [window if kind == SLIDING else None for kind in types]
+
+
+_BOTH_WAYS = {
+    "anchor": {"sliding_window_non_causal": False},
+    "anchor_both_ways": {"sliding_window_non_causal": True},
+}
 
 
 def is_domino(config: Mapping[str, Any]) -> bool:
@@ -202,18 +213,31 @@ def _is_of_class(config: Mapping[str, Any], *classes: str) -> bool:
 
 
 class SpeculatorsDFlash(DFlashFormat):
+    """The layout of speculators 0.9.0.
+
+    Attributes:
+        both_ways: the library's default of `sliding_window_non_causal` for the strategy.
+    """
+
     name = "speculators_dflash"
+    both_ways = False
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
+        if draft.options.sliding_window is not None:
+            return (
+                "speculators 0.9.0; and vLLM with DFlash, which counts the window from each token of a block: its last one sees up "
+                "to block_size - 1 positions fewer there."
+            )
         return "speculators 0.9.0, and vLLM with DFlash."
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return build_vllm_commands(draft, folder, "dflash", draft.config["block_size"] - 1)
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        """See the base. `sliding_window_non_causal` is left out: with false, the library's default, vLLM makes full attention
+        """See the base. `sliding_window_non_causal` is left out at the library's default: with false vLLM makes full attention
         causal."""
-        config = draft.config
+        config, kind = draft.config, draft.options.sliding_window_kind
+        both_ways = {} if kind == "token" or (kind == "anchor_both_ways") == self.both_ways else _BOTH_WAYS[kind]
         layer = {
             "model_type": "qwen3",
             "num_hidden_layers": config["num_layers"],
@@ -229,6 +253,7 @@ class SpeculatorsDFlash(DFlashFormat):
             "aux_hidden_state_layer_ids": to_format(self.name, draft.taps),
             "mask_token_id": config["mask_token_id"],
             "sample_from_anchor": False,
+            **both_ways,
             "tie_word_embeddings": False,
             "dtype": layer["dtype"],
             "torch_dtype": layer["dtype"],
@@ -242,8 +267,11 @@ class SpeculatorsDFlash(DFlashFormat):
         layer = require(config, "transformer_layer_config", where)
         sizes = read_layer_sizes(layer, f"{where}: transformer_layer_config")
         windows = read_windows(layer, sizes["num_layers"], f"{where}: transformer_layer_config")
-        if any(windows):
-            raise ConfigError(f"{where}: sliding_window: {OTHER_WINDOW}")
+        if any(windows) and not layer.get("use_sliding_window"):
+            raise ConfigError(
+                f"{where}: transformer_layer_config: {SLIDING} layers without use_sliding_window: the library would forget the window"
+            )
+        kind = "anchor_both_ways" if config.get("sliding_window_non_causal", self.both_ways) else "anchor"
         if config.get("sample_from_anchor"):
             raise ConfigError(f"{where}: sample_from_anchor: true: drafts here take the anchor for a known token")
         refuse_part_of_vocabulary(config, sizes["vocab_size"], self.strategy, where)
@@ -252,7 +280,7 @@ class SpeculatorsDFlash(DFlashFormat):
             taps=from_format(self.name, require(config, "aux_hidden_state_layer_ids", where)),
             draft_vocab_size=None,
             options=build_block_options(
-                require(config, "block_size", where), require(config, "mask_token_id", where), windows
+                require(config, "block_size", where), require(config, "mask_token_id", where), windows, kind
             ),
             **sizes,
         )
@@ -313,6 +341,7 @@ class ZlabDFlash(DFlashFormat):
                 config.get("block_size") or require(block, "block_size", where),
                 require(block, "mask_token_id", f"{where}: dflash_config"),
                 windows,
+                "token",
             ),
             **sizes,
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks, place_blocks
-from draftworks.drafts.attention import DraftAttention, KeyValue
+from draftworks.drafts.attention import DraftAttention, KeyValue, Window
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
 from draftworks.drafts.target_parts import TargetParts
@@ -60,7 +60,7 @@ class DFlashSizes(NamedTuple):
     taps: int
     block_size: int
     mask_token_id: int
-    windows: tuple[int | None, ...]
+    windows: tuple[Window | None, ...]
     backend: str = "auto"
     strategy: str = "dflash"
 
@@ -94,7 +94,9 @@ class DFlashAttention(nn.Module):
 class DFlashLayer(nn.Module):
     """A decoder layer in which block tokens attend to the context and to their own block; `window` is of the context."""
 
-    def __init__(self, target: TargetParts, sizes: DFlashSizes, window: int | None, generator: torch.Generator) -> None:
+    def __init__(
+        self, target: TargetParts, sizes: DFlashSizes, window: Window | None, generator: torch.Generator
+    ) -> None:
         super().__init__()
         width, eps = target.hidden_size, target.rms_norm_eps
         self.self_attn = DFlashAttention(target, sizes, generator)
@@ -122,7 +124,7 @@ class DFlashLayer(nn.Module):
         return attention.o_proj(attended.transpose(1, 2).flatten(2))
 
 
-MakeLayer = Callable[[TargetParts, DFlashSizes, int | None, torch.Generator], DFlashLayer]
+MakeLayer = Callable[[TargetParts, DFlashSizes, Window | None, torch.Generator], DFlashLayer]
 """From the target, the sizes, the layer's window and the source of randomness to a layer of the draft."""
 
 

@@ -12,7 +12,9 @@ from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, 
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
-OTHER_WINDOW = "speculators counts a window from the anchor for the whole block, here every token has its own"
+OTHER_WINDOW = (
+    "speculators counts a window from the anchor for the whole block (sliding_window_kind anchor), not from each token"
+)
 
 
 class DFlashOptions(LayerOptions):
@@ -20,8 +22,9 @@ class DFlashOptions(LayerOptions):
 
     strategy: ClassVar[str] = "dflash"
     """Name of the strategy, for errors."""
-    structural = (*LayerOptions.structural, "block_size", "sliding_window", "sliding_layers")
+    structural = (*LayerOptions.structural, "block_size", "sliding_window", "sliding_layers", "sliding_window_kind")
     execution = ("attention", "objective_chunk_blocks")
+    added = (*LayerOptions.added, "sliding_window_kind")
 
     block_size: int = Field(
         default=16, ge=2, le=64, description="Tokens of a block: the last known one, then the proposals."
@@ -59,6 +62,11 @@ class DFlashOptions(LayerOptions):
     sliding_layers: list[int] | None = Field(
         default=None, description="Draft layers with the window; default all, where there is one."
     )
+    sliding_window_kind: Literal["token", "anchor", "anchor_both_ways"] = Field(
+        default="token",
+        description="The window ends at each token of a block, as z-lab and servers have it, or at its anchor, as speculators "
+        "trains; tokens then see the block up to themselves, or all of it.",
+    )
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
         default="auto", description="Back end of attention, equal to rounding: auto is flex on a GPU, else sdpa."
     )
@@ -66,6 +74,8 @@ class DFlashOptions(LayerOptions):
 
     @model_validator(mode="after")
     def _window_fits(self) -> DFlashOptions:
+        if self.sliding_window is None and self.sliding_window_kind != "token":
+            raise ValueError(f"sliding_window_kind {self.sliding_window_kind}, but sliding_window is not set")
         if self.sliding_layers is not None:
             if self.sliding_window is None:
                 raise ValueError("sliding_layers names layers with a window, but sliding_window is not set")
@@ -108,8 +118,17 @@ def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
 
 def refuse_windows(options: DFlashOptions, taps: tuple[LayerTap, ...]) -> str | None:
     """Return why speculators' format cannot hold such a draft; None if it can."""
-    if options.sliding_window is not None:
+    if options.sliding_window is not None and options.sliding_window_kind == "token":
         return f"sliding_window: {OTHER_WINDOW}"
+    return None
+
+
+def refuse_anchored_windows(options: DFlashOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    """Return why z-lab's format cannot hold such a draft; None if it can."""
+    if options.sliding_window_kind != "token":
+        return (
+            f"sliding_window_kind {options.sliding_window_kind}: z-lab's code and SGLang count a window from each token"
+        )
     return None
 
 
@@ -130,10 +149,11 @@ DFLASH = register_strategy(
                 factory="draftworks.strategies.dflash.export:ZlabDFlash",
                 reader="draftworks.strategies.dflash.reader:read_zlab_dflash",
                 counting="layer_output",
+                refuses=refuse_anchored_windows,
             ),
             ExportSpec(
                 name="speculators_dflash",
-                description="speculators 0.9.0 and vLLM with DFlash; no sliding windows.",
+                description="speculators 0.9.0 and vLLM with DFlash; windows from the anchor only.",
                 factory="draftworks.strategies.dflash.export:SpeculatorsDFlash",
                 reader="draftworks.strategies.dflash.reader:read_speculators_dflash",
                 counting="layers_passed",

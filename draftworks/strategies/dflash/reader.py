@@ -7,7 +7,7 @@ The tensors are the same (speculators adds a head and d2t, t2d for a reduced voc
 * speculators 0.9.0, when it trains: every row of the block sees the w positions before the anchor, n-w … n-1, and all rows
   of the block up to itself.
 
-So a draft with windows cannot be right in the library and in vLLM at once. Without windows all four agree: the whole context
+So a draft with windows cannot be the same in the library and in vLLM. Without windows all four agree: the whole context
 before the anchor (not the anchor's own stream, which no server has yet), and the block in both directions.
 
 `sliding_window_non_causal` is a trap even for drafts without windows: vLLM (since #47745; #56692 would mend it) takes
@@ -158,12 +158,21 @@ def read_speculators_dflash(folder: ExportFolder, target: TargetTensors, dtype: 
 
 
 def read_speculators(
-    folder: ExportFolder, target: TargetTensors, dtype: torch.dtype, export_format: str, from_anchor: bool
+    folder: ExportFolder,
+    target: TargetTensors,
+    dtype: torch.dtype,
+    export_format: str,
+    from_anchor: bool,
+    both_ways: bool = False,
 ) -> DFlashReader:
-    """Read the DFlash part of a draft in speculators' layout; `from_anchor` is the default of `sample_from_anchor`."""
+    """Read the DFlash part of a draft in speculators' layout.
+
+    Args:
+        from_anchor, both_ways: the library's defaults of `sample_from_anchor` and `sliding_window_non_causal`.
+    """
     section, trap = "transformer_layer_config.", "sliding_window_non_causal"
     masks = tuple(
-        partial(anchored_mask, causal=not folder.find_setting(trap, window is None), window=window)
+        partial(anchored_mask, causal=not folder.find_setting(trap, both_ways or window is None), window=window)
         for window in _windows(folder, section)
     )
     taps = read_taps(folder, export_format, "aux_hidden_state_layer_ids")

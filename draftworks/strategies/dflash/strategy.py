@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from draftworks.drafts.anchors import Blocks, derive_sample_seed, draw_blocks, gather_labels, make_label_mask
+from draftworks.drafts.attention import Window
 from draftworks.drafts.collation import BatchLayout
 from draftworks.drafts.decoder_strategy import DecoderStrategy
 from draftworks.drafts.documents import Documents
@@ -48,7 +49,7 @@ class DFlashStrategy(DecoderStrategy):
             **self.resolve_layer_sizes(),
             block_size=options.block_size,
             mask_token_id=resolve_mask_token(self.name, options, self.target),
-            windows=options.layer_windows(),
+            windows=tuple(_make_window(size, options.sliding_window_kind) for size in options.layer_windows()),
             backend=options.attention,
             strategy=self.name,
         )
@@ -56,7 +57,7 @@ class DFlashStrategy(DecoderStrategy):
         self.model = self.backbone
 
     def make_layer(
-        self, target: TargetParts, sizes: DFlashSizes, window: int | None, generator: torch.Generator
+        self, target: TargetParts, sizes: DFlashSizes, window: Window | None, generator: torch.Generator
     ) -> DFlashLayer:
         """Return a layer of the backbone; a strategy that is built on DFlash may override this."""
         return DFlashLayer(target, sizes, window, generator)
@@ -140,3 +141,7 @@ class DFlashStrategy(DecoderStrategy):
             return torch.full((), float(samples), device=label_mask.device)
         flat = label_mask.flatten(0, 1)
         return self._place_weights(torch.zeros(flat.shape, dtype=torch.float64, device=flat.device), flat).sum()
+
+
+def _make_window(size: int | None, kind: str) -> Window | None:
+    return None if size is None else Window(size, from_anchor=kind != "token", both_ways=kind == "anchor_both_ways")

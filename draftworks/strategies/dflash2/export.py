@@ -115,6 +115,7 @@ class ZlabDFlash2(DFlash2Parts, ZlabDFlash):
 
 class SpeculatorsDFlash2(DFlash2Parts, SpeculatorsDFlash):
     name = "speculators_dflash2"
+    both_ways = True
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         return "speculators 0.9.0. No server yet: SGLang and vLLM look for the sizes in `dflash_config`, as zlab_dflash2 has them."

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.attention import DraftAttention, KeyValue
+from draftworks.drafts.attention import DraftAttention, KeyValue, Window
 from draftworks.drafts.layers import Rotation, uninitialized
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.dflash.model import DFlashLayer, DFlashSizes
@@ -67,7 +67,7 @@ class DFlash2Layer(DFlashLayer):
         self,
         target: TargetParts,
         sizes: DFlashSizes,
-        window: int | None,
+        window: Window | None,
         generator: torch.Generator,
         taps: int,
         group_size: int,

@@ -8,7 +8,14 @@ from pydantic import Field, model_validator
 
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, allow_packing, register_strategy
 from draftworks.errors import ConfigError
-from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
+from draftworks.storage.identity import LayerTap
+from draftworks.strategies.dflash.options import (
+    DFlashOptions,
+    check_dflash,
+    choose_dflash_taps,
+    refuse_anchored_windows,
+    refuse_windows,
+)
 
 
 class DFlash2Options(DFlashOptions):
@@ -62,6 +69,13 @@ def check_dflash2(options: DFlash2Options, target: TargetSizes) -> None:
         )
 
 
+def _speculators_refuses(options: DFlash2Options, taps: tuple[LayerTap, ...]) -> str | None:
+    """Return why its format cannot hold such a draft; None if it can. There `sliding_window_non_causal: false` has to be said."""
+    if options.sliding_window_kind == "anchor" and None in options.layer_windows():
+        return "sliding_window_kind anchor in some of the layers: vLLM would take the block as causal in the others too"
+    return refuse_windows(options, taps)
+
+
 DFLASH2 = register_strategy(
     StrategySpec(
         name=DFlash2Options.strategy,
@@ -79,14 +93,15 @@ DFLASH2 = register_strategy(
                 factory="draftworks.strategies.dflash2.export:ZlabDFlash2",
                 reader="draftworks.strategies.dflash2.reader:read_zlab_dflash2",
                 counting="layer_output",
+                refuses=refuse_anchored_windows,
             ),
             ExportSpec(
                 name="speculators_dflash2",
-                description="speculators 0.9.0; no sliding windows, and no server reads it yet.",
+                description="speculators 0.9.0; windows from the anchor only, and no server reads it yet.",
                 factory="draftworks.strategies.dflash2.export:SpeculatorsDFlash2",
                 reader="draftworks.strategies.dflash2.reader:read_speculators_dflash2",
                 counting="layers_passed",
-                refuses=refuse_windows,
+                refuses=_speculators_refuses,
                 uses_unscaled_embeddings=True,
             ),
         ),

@@ -80,7 +80,9 @@ def read_zlab_dflash2(folder: ExportFolder, target: TargetTensors, dtype: torch.
 
 def read_speculators_dflash2(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> DFlash2Reader:
     """Read a draft as speculators 0.9.0 does."""
-    return _read(folder, read_speculators(folder, target, dtype, "speculators_dflash2", from_anchor=False), "")
+    return _read(
+        folder, read_speculators(folder, target, dtype, "speculators_dflash2", from_anchor=False, both_ways=True), ""
+    )
 
 
 def _read(folder: ExportFolder, backbone: DFlashReader, section: str) -> DFlash2Reader:

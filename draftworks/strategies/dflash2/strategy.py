@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
+from draftworks.drafts.attention import Window
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
@@ -50,7 +51,7 @@ class DFlash2Strategy(DFlashStrategy):
         self.model = DFlash2Draft(self.backbone, sizes, generator)
 
     def make_layer(
-        self, target: TargetParts, sizes: DFlashSizes, window: int | None, generator: torch.Generator
+        self, target: TargetParts, sizes: DFlashSizes, window: Window | None, generator: torch.Generator
     ) -> DFlashLayer:
         taps, group_size = self.options.conv_kernel_size, self.options.conv_group_size
         return DFlash2Layer(target, sizes, window, generator, taps, group_size)

@@ -8,7 +8,12 @@ from pydantic import Field, model_validator
 
 from draftworks.config.strategies import ExportSpec, StrategySpec, allow_packing, register_strategy
 from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps
+from draftworks.strategies.dflash.options import (
+    DFlashOptions,
+    check_dflash,
+    choose_dflash_taps,
+    refuse_anchored_windows,
+)
 
 
 class DominoOptions(DFlashOptions):
@@ -63,7 +68,7 @@ class DominoOptions(DFlashOptions):
 def _sglang_refuses(options: DominoOptions, taps: tuple[LayerTap, ...]) -> str | None:
     if options.pure_draft_prefix_len != 1:
         return f"pure_draft_prefix_len {options.pure_draft_prefix_len}: SGLang, which alone serves Domino, takes 1 only"
-    return None
+    return refuse_anchored_windows(options, taps)
 
 
 DOMINO = register_strategy(

@@ -9,7 +9,13 @@ from pydantic import Field, model_validator
 from draftworks.config.strategies import ExportSpec, StrategySpec, allow_packing, register_strategy
 from draftworks.config.teacher_options import TeacherOptions
 from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
+from draftworks.strategies.dflash.options import (
+    DFlashOptions,
+    check_dflash,
+    choose_dflash_taps,
+    refuse_anchored_windows,
+    refuse_windows,
+)
 
 
 class DSparkOptions(DFlashOptions, TeacherOptions):
@@ -70,7 +76,7 @@ class DSparkOptions(DFlashOptions, TeacherOptions):
 def _sglang_refuses(options: DSparkOptions, taps: tuple[LayerTap, ...]) -> str | None:
     if options.markov_rank == 0:
         return "markov_rank 0: SGLang takes no DSpark draft without a Markov head"
-    return None
+    return refuse_anchored_windows(options, taps)
 
 
 DSPARK = register_strategy(
@@ -93,7 +99,7 @@ DSPARK = register_strategy(
             ),
             ExportSpec(
                 name="speculators_dspark",
-                description="speculators 0.9.0 and, with a vanilla Markov head, vLLM; no sliding windows.",
+                description="speculators 0.9.0 and, with a vanilla Markov head, vLLM; windows from the anchor only.",
                 factory="draftworks.strategies.dspark.export:SpeculatorsDSpark",
                 reader="draftworks.strategies.dspark.reader:read_speculators_dspark",
                 counting="layers_passed",

@@ -9,7 +9,12 @@ from pydantic import Field, model_validator
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, allow_packing, register_strategy
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps
+from draftworks.strategies.dflash.options import (
+    DFlashOptions,
+    check_dflash,
+    choose_dflash_taps,
+    refuse_anchored_windows,
+)
 
 SERVED_CANDIDATES = (1, 2, 4, 8, 16)
 WIDEST_DEFAULT = 1024
@@ -95,7 +100,7 @@ def check_lilicorr(options: LiLiCorrOptions, target: TargetSizes) -> None:
 def _servers_refuse(options: LiLiCorrOptions, taps: tuple[LayerTap, ...]) -> str | None:
     if options.candidate_topk not in SERVED_CANDIDATES:
         return f"candidate_topk {options.candidate_topk}: SGLang takes a power of two, at most 16"
-    return None
+    return refuse_anchored_windows(options, taps)
 
 
 LILICORR = register_strategy(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.attention import DraftAttention, KeyValue
+from draftworks.drafts.attention import DraftAttention, KeyValue, Window
 from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.drafts.layers import (
     GatedMlp,
@@ -92,7 +92,8 @@ class TrainingLayout(TokenLayout):
         batch = attended.transpose(1, 2).flatten(2).flatten(0, 1)  # (N, heads · width)
         context = KeyValue(_in_one_row(key), _in_one_row(value))
         own_query, own_key = self._at_chains.apply(own[0]), self._at_chains.apply(own[1])
-        masked = self._attend_chains(own_query, context, KeyValue(own_key, own[2]), self._window)
+        window = None if self._window is None else Window(self._window)
+        masked = self._attend_chains(own_query, context, KeyValue(own_key, own[2]), window)
         return torch.cat([batch, masked[0].transpose(0, 1).flatten(1)])
 
     @without_compile

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ladder_toys import (
     TTT,
     Answers,
     Ladder,
+    Sample,
     build_ladder,
     dflash,
     dflash2,
@@ -42,9 +44,13 @@ def answers(tiny_folder) -> Answers:
     return greedy_answers(tiny_folder, prompts=5, max_new_tokens=20)
 
 
+def anchored(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
+    return dflash(parts, samples, sliding_window_kind="anchor", **options)
+
+
 @pytest.mark.parametrize(
     "make",
-    [eagle3, dflash, dflash2, domino, dspark, lilicorr, peagle, xpress],
+    [eagle3, dflash, anchored, dflash2, domino, dspark, lilicorr, peagle, xpress],
     ids=lambda make: make.__name__,
 )
 def test_the_walk_equals_the_real_loop_and_one_that_ignores_the_window_does_not(

@@ -45,6 +45,8 @@ def make(parts):
         {"weighting": "dpace_continuation_value", "dpace_alpha": 0.2},
         {"sliding_window": 3},
         {"sliding_window": 2, "sliding_layers": [1], "attention": "eager"},
+        {"sliding_window": 3, "sliding_window_kind": "anchor"},
+        {"sliding_window": 3, "sliding_window_kind": "anchor_both_ways", "sliding_layers": [1]},
         {"objective_chunk_blocks": 1},
         {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 12},
     ],
@@ -145,8 +147,9 @@ def test_proposals_are_the_readers_first_choices(make):
     assert torch.equal(strategy.propose(batch, rows, 2), found[..., :2])
 
 
-def test_a_drafter_fed_in_pieces_proposes_what_the_replay_does(make):
-    strategy = make(sliding_window=5)
+@pytest.mark.parametrize("kind", ["token", "anchor", "anchor_both_ways"])
+def test_a_drafter_fed_in_pieces_proposes_what_the_replay_does(make, kind):
+    strategy = make(sliding_window=5, sliding_window_kind=kind)
     one = sample([0] * 4 + [1] * 14, 21)
     batch = strategy.collate([one], ["a"])
     rows = torch.ones(1, 18, dtype=torch.bool)
@@ -207,9 +210,10 @@ def test_bad_input_is_refused(make, parts, vocab):
     for bad in (
         {"sliding_layers": [0]},
         {"sliding_window": 4, "sliding_layers": [7]},
+        {"sliding_window_kind": "anchor"},
         {"weighting": "dpace", "gamma": 1},
     ):
-        with pytest.raises(ValueError, match=r"sliding_layers|weighting"):
+        with pytest.raises(ValueError, match=r"sliding_layers|sliding_window_kind|weighting"):
             DFlashOptions(**OPTIONS | bad)
 
 
