@@ -10,7 +10,6 @@ import dagster as dg
 
 from draftworks.errors import DraftworksError
 from draftworks.storage.asset_names import of_strategy
-from draftworks.storage.regular_files import read_bytes
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 
@@ -19,12 +18,11 @@ INTERVAL_S = 300
 TICK_S = 25.0
 """Seconds after which a tick begins with no other target: Dagster ends one that takes 60."""
 REPORT_EVERY_S = 3600.0
-MAX_ENTRY_BYTES = 1 << 20
 
 
 def make_observe_sensors(registry: Registry) -> list[dg.SensorDefinition]:
     """Return the sensor, switched off, over the targets with `servers`; none where no target has any."""
-    targets = [name for name in registry.list_targets() if _mentions_servers(registry, name)]
+    targets = registry.list_targets_with("servers")
     if not targets:
         return []
 
@@ -89,10 +87,3 @@ def _observe_target(
         metadata = {"servers": dg.MetadataValue.md(render_markdown(standings)), **figures}
         events.append(dg.AssetMaterialization(of_strategy(strategy).observed, partition=name, metadata=metadata))
     return events
-
-
-def _mentions_servers(registry: Registry, name: str) -> bool:
-    try:
-        return b"servers" in read_bytes(registry.find_target_file(name), MAX_ENTRY_BYTES)
-    except (DraftworksError, OSError, ValueError):
-        return False

@@ -57,9 +57,10 @@ def make_evaluation_schedules(registry: Registry, status: dg.DefaultScheduleStat
 
 
 def read_cadences(registry: Registry) -> dict[Cadence, list[str]]:
-    """Return the targets of each cadence. Targets without a cron or with an unreadable entry are left out."""
+    """Return the targets of each cadence. Targets without a cron or with an unreadable entry are left out, and entries
+    without the word are not parsed."""
     found: dict[Cadence, list[str]] = {}
-    for target in registry.list_targets():
+    for target in registry.list_targets_with("cron"):
         try:
             evaluation = registry.load_target(target).evaluation
         except DraftworksError as error:

@@ -9,25 +9,21 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError, EngineError
 from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import read_bytes
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from spec_assets.common import asset, require_target
 from spec_assets.metadata import embed_png, round_figures
 
 GROUP = "production"
-MAX_ENTRY_BYTES = 1 << 20
 
 
 def list_observed_strategies(registry: Registry) -> list[str]:
     """Return the strategies whose drafts the servers of some target serve. Entries without `servers` are not parsed."""
     found: set[str] = set()
-    for name in registry.list_targets():
+    for name in registry.list_targets_with("servers"):
         try:
-            if b"servers" not in read_bytes(registry.find_target_file(name), MAX_ENTRY_BYTES):
-                continue
             found.update(server.strategy for server in registry.load_target(name).servers)
-        except (DraftworksError, OSError, ValueError):
+        except DraftworksError:
             continue  # its first step says what is wrong with it
     return sorted(found)
 

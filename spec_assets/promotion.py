@@ -10,7 +10,6 @@ from draftworks.errors import ConfigError, DraftworksError
 from draftworks.service.record import EvalFigures, InService
 from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import read_bytes
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from spec_assets.common import NothingToDo, asset, read_partition, report_check, require_target, translate_errors
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 GROUP = "service"
 NEWEST_IN_SERVICE = "newest_in_service"
 PROMOTE, ROLLBACK = "promote", "rollback"
-MAX_ENTRY_BYTES = 1 << 20
 
 
 class ServiceConfig(dg.Config):
@@ -50,12 +48,10 @@ def list_strategies_with(registry: Registry, section: str) -> list[str]:
     """Return the strategies of the targets whose entry has an optional section. Entries without the word are not
     parsed."""
     found: set[str] = set()
-    for name in registry.list_targets():
+    for name in registry.list_targets_with(section):
         try:
-            if section.encode() not in read_bytes(registry.find_target_file(name), MAX_ENTRY_BYTES):
-                continue
             target = registry.load_target(name)
-        except (DraftworksError, OSError, ValueError):
+        except DraftworksError:
             continue  # its first step says what is wrong with it
         if getattr(target, section) is not None:
             found.update(target.strategies)

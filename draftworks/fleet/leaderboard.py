@@ -18,9 +18,9 @@ from draftworks.fleet.staleness import Subject
 from draftworks.storage.artifacts import Artifact, ArtifactStore, ReadOnceStore
 from draftworks.storage.asset_names import of_eval_set, of_strategy
 from draftworks.storage.data_records import ConversationsIdentity, EvalSetIdentity
-from draftworks.storage.identity import FileDigests
+from draftworks.storage.identity import FileDigests, ReadOnceDigests
 from draftworks.storage.records import ReportIdentity
-from draftworks.targets.registry import HELDOUT, Registry
+from draftworks.targets.registry import HELDOUT, ReadOnceRegistry, Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import identify_eval_data
 
@@ -85,7 +85,8 @@ class Fleet:
 
     def standings(self) -> list[Standing]:
         """Return every strategy of every target, the highest acceptance first, those without a value last."""
-        found = [standing for name in self.registry.list_targets() for standing in self._of_target(name)]
+        once = replace(self, registry=ReadOnceRegistry(self.registry.root), digests=ReadOnceDigests(self.digests))
+        found = [standing for name in self.registry.list_targets() for standing in once._of_target(name)]
         return sorted(found, key=lambda one: (one.value is None, -(one.value or 0), one.target, one.strategy))
 
     def _of_target(self, name: str) -> Iterator[Standing]:

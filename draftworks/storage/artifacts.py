@@ -176,20 +176,24 @@ class ArtifactStore:
         Raises:
             StoreError: there is none, or its record is damaged.
         """
-        pointer = self._locate(asset, target) / POINTER
-        try:
-            name = require_name(read_json(pointer)["digest"])
-        except FileNotFoundError:
-            raise StoreError(
-                f"{asset} of target {target} does not exist yet: materialize it first ({pointer})"
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{pointer}: not a pointer to a result: {error}. Materialize {asset} again") from error
-        return self._read(pointer.parent / name)
+        found = self.find(asset, target)
+        if found is None:
+            pointer = self._locate(asset, target) / POINTER
+            raise StoreError(f"{asset} of target {target} does not exist yet: materialize it first ({pointer})")
+        return found
 
     def find(self, asset: str, target: str) -> Artifact | None:
         """Return the newest result as `load_current` does; None if there is none."""
-        return self.load_current(asset, target) if (self._locate(asset, target) / POINTER).exists() else None
+        folder = self._locate(asset, target)
+        try:
+            name = require_name(read_json(folder / POINTER)["digest"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"{folder / POINTER}: not a pointer to a result: {error}. Materialize {asset} again"
+            ) from error
+        return self._read(folder / name)
 
     def list_all(self, asset: str, target: str) -> list[Artifact]:
         """Return every result of an asset for a target, newest first, without those whose record cannot be read."""
@@ -204,7 +208,7 @@ class ArtifactStore:
         return sorted(found, key=lambda artifact: -artifact.created)
 
     def _locate(self, asset: str, target: str) -> Path:
-        return self.root.joinpath(require_name(asset), require_name(target))
+        return Path(self.root, require_name(asset), require_name(target))
 
     def _find_intact(self, final: Path, still_good: Check | None) -> Artifact | None:
         """Return the result in `final` if it is intact; otherwise log why it has to be built again and return None."""

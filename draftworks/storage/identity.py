@@ -101,6 +101,23 @@ class FileDigests:
             log.warning(f"digests of files cannot be cached in {self.cache_file}: {error}")
 
 
+class ReadOnceDigests(FileDigests):
+    """Digests of files as they were when they were first asked for, so that many comparisons look at each file once."""
+
+    def __init__(self, digests: FileDigests) -> None:
+        self.cache_file = digests.cache_file
+        self._digests = digests
+        self._seen: dict[Path, str] = {}
+
+    def remembers(self, path: Path) -> bool:
+        return path in self._seen or self._digests.remembers(path)
+
+    def of_file(self, path: Path) -> str:
+        if path not in self._seen:
+            self._seen[path] = self._digests.of_file(path)
+        return self._seen[path]
+
+
 class DigestNotCached(Exception):
     """Raised if a file would have to be read for its digest."""
 

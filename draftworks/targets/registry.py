@@ -9,10 +9,11 @@ import difflib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.base import SpecType
 from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.draft_config import read_draft_config
 from draftworks.config.launchers import LauncherSpec, check_overrides, merge_launcher
@@ -24,10 +25,12 @@ from draftworks.config.registry_files import (
     TrainingSpec,
 )
 from draftworks.config.strategies import StrategySpec, resolve_strategy
+from draftworks.config.strict_yaml import MAX_BYTES
 from draftworks.config.validation import load_yaml, parse_spec
 from draftworks.errors import ConfigError
 from draftworks.storage.asset_names import HELDOUT
 from draftworks.storage.names import require_name
+from draftworks.storage.regular_files import read_bytes
 
 KINDS = ("targets", "datasets", "evals")
 """The folders of a registry; each YAML file in them is one entry."""
@@ -46,6 +49,13 @@ class Registry:
     def list_targets(self) -> list[str]:
         """Return the names of all targets, sorted; the files are not opened."""
         return self._list_names("targets")
+
+    def list_targets_with(self, word: str) -> list[str]:
+        """Return the names of the targets whose file has a word anywhere, sorted; no file is parsed.
+
+        A file that cannot be read is left out: the first step of its target says what is wrong.
+        """
+        return [name for name in self.list_targets() if self._has_word(name, word.encode())]
 
     def load_target(self, name: str) -> TargetSpec:
         """Return one target, after validation of its strategies' options and export formats, and of its launcher.
@@ -129,7 +139,7 @@ class Registry:
         """Return a message for each file that looks like an entry but is not read."""
         found = []
         for kind in KINDS:
-            for path in self._list_visible(kind):
+            for path in (self.root / kind / name for name in self._list_visible(kind)):
                 if path.suffix.lower() in (".yaml", ".yml") and path.suffix != ".yaml":
                     found.append(
                         f"{_format_path(path)}: is not read, since its name does not end in .yaml: rename it to {path.stem}.yaml"
@@ -144,21 +154,27 @@ class Registry:
         return found
 
     def _list_names(self, kind: str) -> list[str]:
-        files = [path for path in self._list_visible(kind) if path.suffix == ".yaml"]
-        return sorted(path.stem for path in files if not _INVALID_KEY.search(path.stem))
+        stems = [name.removesuffix(".yaml") for name in self._list_visible(kind) if name.endswith(".yaml")]
+        return sorted(stem for stem in stems if not _INVALID_KEY.search(stem))
 
-    def _list_visible(self, kind: str) -> list[Path]:
-        """Return the paths in a folder, sorted, without hidden files (such as those of editors)."""
+    def _list_visible(self, kind: str) -> list[str]:
+        """Return the names in a folder, sorted, without hidden files (such as those of editors)."""
         folder = self.root / kind
         if not folder.is_dir() and kind == "evals":
             return []
         if not folder.is_dir():
             raise ConfigError(f"{folder}: expected a folder of YAML files, found none. Is {self.root} a registry?")
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+
+    def _has_word(self, target: str, word: bytes) -> bool:
+        try:
+            return word in read_bytes(self._find_path("targets", target), MAX_BYTES)
+        except (ConfigError, OSError, ValueError):
+            return False
 
     def _find_path(self, kind: str, name: str) -> Path:
         try:
-            path = self.root / kind / f"{require_name(name)}.yaml"
+            path = Path(self.root, kind, f"{require_name(name)}.yaml")
         except ValueError as error:
             raise ConfigError(f"{self.root / kind}: {error}") from error
         if not os.path.lexists(path):  # a broken link passes: the reader reports it
@@ -167,6 +183,28 @@ class Registry:
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(names[:20]) or 'none'}"
             raise ConfigError(f"{path}: no such file; {hint}")
         return path
+
+
+@dataclass(frozen=True)
+class ReadOnceRegistry(Registry):
+    """Registry whose shared entries are as they were when they were first asked for, so that many targets read each once."""
+
+    _read: dict[tuple[str, ...], Any] = field(default_factory=dict, compare=False)
+
+    def load_dataset(self, name: str) -> DatasetSpec:
+        return self._remember(super().load_dataset, name)
+
+    def load_eval_set(self, name: str) -> EvalSpec:
+        return self._remember(super().load_eval_set, name)
+
+    def load_deployment(self) -> DeploymentSpec:
+        return self._remember(super().load_deployment)
+
+    def _remember(self, load: Callable[..., SpecType], *name: str) -> SpecType:
+        key = (load.__name__, *name)
+        if key not in self._read:
+            self._read[key] = load(*name)
+        return self._read[key]
 
 
 def _format_path(path: Path) -> str:

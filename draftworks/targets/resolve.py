@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,10 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
             usual fields, or a `max_length` beyond the model's context.
     """
     model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
-    tokenizer = spec.tokenizer or spec.model
-    tokenizer_revision = spec.tokenizer_revision if spec.tokenizer else spec.revision
-    tokenizer = _locate(tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
+    tokenizer, tokenizer_revision = model, spec.revision
+    if spec.tokenizer:
+        tokenizer_revision = spec.tokenizer_revision
+        tokenizer = _locate(spec.tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
     template = _locate_template(spec, registry)
     config = _complete_config(spec, model)
     context = _require_integer(config, model, "max_position_embeddings")
@@ -240,7 +242,8 @@ def _digest_weights(model: str, revision: str | None, digests: FileDigests) -> s
     """
     if revision is not None:
         return digest(["hub", model, revision])
-    weights = sorted(Path(model).glob("*.safetensors"))
+    names = sorted(os.listdir(model)) if os.path.isdir(model) else []
+    weights = [Path(model, name) for name in names if name.endswith(".safetensors")]
     if not weights:
         raise ConfigError(f"{model}: expected *.safetensors weights, found none (pickled weights are not read)")
     try:

@@ -13,9 +13,9 @@ from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.validation import parse_spec
 from draftworks.data.sources import digest_dataset, find_files
 from draftworks.errors import ConfigError, DataError
-from draftworks.storage.identity import FileDigests
+from draftworks.storage.identity import FileDigests, ReadOnceDigests
 from draftworks.strategies.eagle3.options import Eagle3Options, choose_eagle3_taps
-from draftworks.targets.registry import Registry
+from draftworks.targets.registry import ReadOnceRegistry, Registry
 from draftworks.targets.resolve import resolve_target
 
 SHIPPED = Path(__file__).resolve().parents[2] / "registry"
@@ -79,6 +79,33 @@ def test_a_bad_entry_is_refused_with_file_key_and_reason(registry: Registry, tex
 def test_a_date_is_a_description_like_any_other(registry: Registry):
     write_target(registry, GOOD + "description: 2025-02-30\n")
     assert registry.load_target("mine").description == "2025-02-30"
+
+
+def test_targets_are_found_by_a_word_though_other_entries_are_broken(registry: Registry):
+    write_target(registry, GOOD + "service: {}\n", "with")
+    write_target(registry, GOOD, "without")
+    write_target(registry, "service: [", "broken")
+    (registry.root / "targets" / "gone.yaml").symlink_to("nowhere")
+    (registry.root / "targets" / "folder.yaml").mkdir()
+    assert registry.list_targets_with("service") == ["broken", "with"]
+
+
+def test_what_was_read_once_stays_as_it_was(registry: Registry):
+    (registry.root / "data").mkdir()
+    rows = registry.root / "data" / "a.jsonl"
+    rows.write_text("one")
+    digests = FileDigests()
+    once, files = ReadOnceRegistry(registry.root), ReadOnceDigests(digests)
+    chats, version, deployment = once.load_dataset("chats"), files.of_file(rows), once.load_deployment()
+    (registry.root / "datasets" / "chats.yaml").write_text("files: ['other/*.jsonl']\n")
+    (registry.root / "datasets" / "later.yaml").write_text("files: ['later/*.jsonl']\n")
+    (registry.root / "deployment.yaml").write_text("var: elsewhere\n")
+    rows.write_text("another")
+    assert (once.load_dataset("chats"), once.load_deployment()) == (chats, deployment)
+    assert once.load_dataset("later").name == "later"
+    assert registry.load_dataset("chats") != chats
+    assert files.remembers(rows)
+    assert (files.of_file(rows), digests.of_file(rows) == version) == (version, False)
 
 
 def test_a_budget_may_be_without_end(registry: Registry):
