@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import dagster as dg
 
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.storage.asset_names import FP8_GATE, HELDOUT, HELDOUT_FEATURES, of_eval_set, of_strategy
+from draftworks.storage.asset_names import (
+    FP8_GATE,
+    HELDOUT,
+    HELDOUT_FEATURES,
+    THINKING_COMPARISON,
+    of_eval_set,
+    of_strategy,
+)
 
 INPUTS = dg.AssetSelection.groups("inputs")
 JUDGE_FP8 = "judge_fp8"
@@ -45,8 +52,15 @@ def make_jobs(evals: Sequence[str], decided: Sequence[str] = ()) -> list:
             "Compare drafts trained on plain features and on features in fp8, before these are captured.",
         ),
         _define_job(
+            "compare_thinking",
+            INPUTS | dg.AssetSelection.groups("data") | dg.AssetSelection.assets(HELDOUT_FEATURES, THINKING_COMPARISON),
+            "Train on answers with thinking on, off and both, and compare what is accepted of each.",
+        ),
+        _define_job(
             "everything",
-            dg.AssetSelection.all() - dg.AssetSelection.assets(FP8_GATE) - dg.AssetSelection.groups("production"),
+            dg.AssetSelection.all()
+            - dg.AssetSelection.assets(FP8_GATE, THINKING_COMPARISON)
+            - dg.AssetSelection.groups("production"),
             "From conversations to measured and exported drafts.",
         ),
     ]

@@ -36,6 +36,7 @@ from spec_assets.recipes import make_recipe_assets
 from spec_assets.report_checks import make_report_checks
 from spec_assets.reports import make_report_asset
 from spec_assets.serving import make_serving_asset, make_serving_check
+from spec_assets.thinking_comparison import thinking_comparison
 
 MODULES = [inputs, data, features]
 PRELOADED = "dagster._core.storage.sqlite_storage"
@@ -72,6 +73,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
         *map(make_export_asset, exported),
         *map(make_serving_asset, exported),
         fp8_gate,
+        thinking_comparison,
         *map(make_promoted_asset, promoted),
         *(make_decision_asset(strategy, evals) for strategy in decided),
         *map(make_observed_asset, observed),

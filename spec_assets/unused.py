@@ -15,7 +15,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import StrategySpec, list_strategies, resolve_strategy
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import resolve_draft_vocab_size
-from draftworks.storage.asset_names import FP8_GATE, VOCAB_MAPPING, of_eval_set, of_strategy
+from draftworks.storage.asset_names import FP8_GATE, THINKING_COMPARISON, VOCAB_MAPPING, of_eval_set, of_strategy
 from draftworks.targets.registry import HELDOUT, Registry
 
 UNUSED = "unused"
@@ -32,6 +32,8 @@ def find_unused_assets(target: TargetSpec, registry: Registry) -> dict[str, str]
         found |= _find_unused_of(resolve_strategy(name), target)
     if target.capture.storage == "plain":
         found[FP8_GATE] = f"target {target.name} stores its features plain (capture.storage)"
+    if not target.asks_both_ways:
+        found[THINKING_COMPARISON] = f"target {target.name} has no shares of thinking (mix.shares)"
     if not _reduces_vocabulary(target):
         found[VOCAB_MAPPING] = f"no strategy of target {target.name} reduces the vocabulary"
     return found

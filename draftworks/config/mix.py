@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from draftworks.config.base import Spec
+from draftworks.config.responses import ResponseSpec
 from draftworks.storage.names import require_name
 
 THINKING, ON, OFF = "thinking", "on", "off"
@@ -78,4 +79,17 @@ class MixSpec(Spec):
         if self.weights is not None and max_conversations is None:
             raise ValueError(
                 "mix.weights choose among more conversations than are used: set data.max_conversations below their number"
+            )
+
+    def require_answers(self, responses: ResponseSpec) -> None:
+        """Raise ValueError if prompts are to be asked with thinking on and off, and these answers cannot be."""
+        if not self.asks_both_ways:
+            return
+        if responses.mode == "passthrough":
+            raise ValueError("mix.shares: thinking: answers that are passed through are given: set mode to regenerate")
+        if responses.thinking is not None:
+            raise ValueError("mix.shares: thinking decides how prompts are asked: leave responses.thinking out")
+        if responses.endpoint is not None and responses.endpoint.server == "openai":
+            raise ValueError(
+                "mix.shares: thinking: OpenAI's interface has no field for it: set responses.endpoint.server to what runs there"
             )

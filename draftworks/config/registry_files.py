@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Dtype, Spec
 from draftworks.config.capture import CaptureSpec
+from draftworks.config.comparison import ComparisonSpec
 from draftworks.config.conversion import DataSpec
 from draftworks.config.cron import parse_cron, require_timezone
 from draftworks.config.dataset_urls import is_url, parse_dataset_url
@@ -272,6 +273,7 @@ class TargetSpec(Spec):
     )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     gates: GateSpec = Field(default_factory=GateSpec)
+    comparison: ComparisonSpec = Field(default_factory=ComparisonSpec)
     service: ServiceSpec | None = Field(default=None, description="Puts drafts into service by a rule; null: no asset.")
     decision: DecisionSpec | None = Field(default=None, description="When the draft in service is trained again.")
     servers: list[ObservedServerSpec] = Field(
@@ -293,14 +295,7 @@ class TargetSpec(Spec):
     def _check_mix(self) -> TargetSpec:
         if self.mix is not None:
             self.mix.require_effect(self.dataset, self.data.max_conversations)
-        if self.asks_both_ways and self.responses.mode == "passthrough":
-            raise ValueError("mix.shares: thinking: answers that are passed through are given: set mode to regenerate")
-        if self.asks_both_ways and self.responses.thinking is not None:
-            raise ValueError("mix.shares: thinking decides how prompts are asked: leave responses.thinking out")
-        if self.asks_both_ways and self.responses.endpoint and self.responses.endpoint.server == "openai":
-            raise ValueError(
-                "mix.shares: thinking: OpenAI's interface has no field for it: set responses.endpoint.server to what runs there"
-            )
+            self.mix.require_answers(self.responses)
         return self
 
     @property

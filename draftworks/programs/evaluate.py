@@ -32,7 +32,7 @@ from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.slices import read_sample_columns
-from draftworks.evaluation.report.thinking import AskedSample, read_asked_sample
+from draftworks.evaluation.report.thinking import list_asked_samples
 from draftworks.evaluation.report.writing import save_report
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
@@ -84,7 +84,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         draft_tokens=measurements.draft_tokens,
         label_agreement=agreement,
         columns=columns,
-        asked=_read_asked_samples(samples.tokens),
+        asked=list_asked_samples(samples.tokens),
         resampling=Resampling(run.evaluation.confidence, run.evaluation.resamples),
         provenance=provenance,
     )
@@ -235,11 +235,6 @@ def _select_columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
         )
     asked = [THINKING] if THINKING_PAIR in frame.columns and THINKING not in by else []
     return frame.loc[:, [*by, *asked]]
-
-
-def _read_asked_samples(tokens: TokenizedSet) -> dict[str, AskedSample]:
-    found = {row.sample_id: read_asked_sample(row.columns) for row in tokens}
-    return {sample_id: asked for sample_id, asked in found.items() if asked is not None}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ VOCAB_MAPPING = "vocab_mapping"
 TRAINING_FEATURES = "training_features"
 LEADERBOARD = "leaderboard"
 FP8_GATE = "fp8_gate"
+THINKING_COMPARISON = "thinking_comparison"
 HELDOUT_RESPONSES = "heldout_responses"
 HELDOUT_FEATURES = "heldout_eval_features"
 

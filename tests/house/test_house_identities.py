@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from draftworks.config.base import Spec
 from draftworks.config.budget import BudgetSpec
 from draftworks.config.capture import CaptureSpec, CustomEngineSpec
+from draftworks.config.comparison import ComparisonSpec
 from draftworks.config.decision import DecisionSpec
 from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.features import FeaturesSpec
@@ -183,7 +184,7 @@ SETTINGS = [
         TARGET,
         of_target,
         {"max_length", "data", "responses", "capture", "evals", "evaluation", "strategies"},
-        {"name", "description", "gates", "service", "decision", "streaming", "launcher", *BY_CONTENT}
+        {"name", "description", "gates", "comparison", "service", "decision", "streaming", "launcher", *BY_CONTENT}
         | {"servers", "observation"},
         {
             "servers": [SERVED],
@@ -192,6 +193,7 @@ SETTINGS = [
             "decision": DecisionSpec(),
             "mix": MixSpec(datasets=["other"]),
             "gates": GateSpec(not_worse="error"),
+            "comparison": ComparisonSpec(steps=1),
             "streaming": StreamingSpec(),
             "data": DataSpec(only_last_turn=True),
             "responses": ResponseSpec(seed=1),
@@ -226,6 +228,13 @@ SETTINGS = [
         {"loss_falls", "beats_baselines", "not_worse", "agrees_with_walk", "answers_finished"}
         | {"fp8_max_loss", "fp8_samples", "fp8_steps", "fp8_seeds", "fp8_ungated"},
         {"fp8_max_loss": 0.5},
+    ),
+    Settings(
+        ComparisonSpec(),
+        lambda comparison: of_target(TARGET.model_copy(update={"comparison": comparison})),
+        set(),
+        {"tokens", "steps", "seeds"},
+        {},
     ),
     Settings(
         ServiceSpec(),

@@ -96,17 +96,28 @@ def test_the_jobs_are_those_of_the_design():
     names = {job.name for job in build_definitions(REGISTRY).resolve_all_job_defs()} - {"__ASSET_JOB"}
     strategies = "eagle3", "dflash", "dflash2", "domino", "dspark", "lilicorr", "mtp", "peagle", "xpress"
     trainings = {f"train_{name}" for name in strategies}
-    rest = {"resolve", "prepare", "evaluate", "serve", "leaderboard", "judge_fp8", "prune", "everything"}
+    rest = {
+        "resolve",
+        "prepare",
+        "evaluate",
+        "serve",
+        "leaderboard",
+        "judge_fp8",
+        "compare_thinking",
+        "prune",
+        "everything",
+    }
     assert names == trainings | rest
 
 
-def test_the_gate_of_fp8_and_what_it_reads_are_made_by_a_job_of_their_own(site):
+@pytest.mark.parametrize(("job", "asset"), [("judge_fp8", "fp8_gate"), ("compare_thinking", "thinking_comparison")])
+def test_a_comparison_of_trainings_and_what_it_reads_are_made_by_a_job_of_their_own(site, job: str, asset: str):
     defs = site.definitions()
-    jobs = {name: defs.resolve_job_def(name).asset_layer for name in ("judge_fp8", "everything")}
+    jobs = {name: defs.resolve_job_def(name).asset_layer for name in (job, "everything")}
     made = {name: {key.to_user_string() for key in layer.selected_asset_keys} for name, layer in jobs.items()}
-    assert made["judge_fp8"] - made["everything"] == {"fp8_gate"}
-    assert {"tokenized_train", "heldout_eval_features"} <= made["judge_fp8"]
-    assert "training_features" not in made["judge_fp8"]
+    assert made[job] - made["everything"] == {asset}
+    assert {"tokenized_train", "heldout_eval_features"} <= made[job]
+    assert "training_features" not in made[job]
 
 
 def test_the_inputs_are_part_of_every_job(site):

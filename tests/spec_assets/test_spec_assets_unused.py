@@ -28,6 +28,7 @@ def test_a_target_lacks_all_of_the_strategies_that_it_does_not_use_and_what_it_h
     assert set(unused_of(site)) == EVERYTHING_OF_OTHERS | {
         "eagle3_serving",
         "fp8_gate",
+        "thinking_comparison",
         "eagle3_promoted",
         "eagle3_decision",
         "eagle3_observed",
@@ -42,6 +43,7 @@ def test_a_target_lacks_all_of_the_strategies_that_it_does_not_use_and_what_it_h
         ("", ("  eagle3:\n", "  eagle3:\n    export: {formats: []}\n"), {"eagle3_export"}),
         ("", (", draft_vocab_size: 256", ""), set()),
         ("", ("{dtype: float32", "{storage: fp8, dtype: bfloat16"), {"fp8_gate"}),
+        ("mix: {shares: {thinking: {on: 0.5, off: 0.5}}}\n", ("", ""), {"thinking_comparison"}),
         ("service: {}\n", ("", ""), {"eagle3_promoted"}),
         ("service: {}\ndecision: {}\n", ("", ""), {"eagle3_promoted", "eagle3_decision"}),
         (
@@ -55,7 +57,7 @@ def test_what_a_target_wants_decides_what_it_has(site, more, change, more_or_les
     usual = (
         EVERYTHING_OF_OTHERS
         | {"eagle3_serving", "fp8_gate", "eagle3_promoted", "eagle3_decision"}
-        | {"eagle3_observed"}
+        | {"eagle3_observed", "thinking_comparison"}
     )
     assert set(unused_of(site, more, change)) == usual ^ more_or_less
 

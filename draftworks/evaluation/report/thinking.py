@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from draftworks.config.mix import OFF, ON, THINKING
 from draftworks.data.conversations import Scalar
 from draftworks.data.slice_columns import THINKING_PAIR
+from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, sum_histograms
 from draftworks.evaluation.ladder.statistics import (
@@ -51,6 +52,12 @@ def read_asked_sample(columns: Mapping[str, Scalar]) -> AskedSample | None:
     return AskedSample(str(columns[THINKING]), str(columns[THINKING_PAIR]))
 
 
+def list_asked_samples(rows: Iterable[TokenRow]) -> dict[str, AskedSample]:
+    """Return how samples were asked, by sample id; those that were not asked both ways are left out."""
+    found = {row.sample_id: read_asked_sample(row.columns) for row in rows}
+    return {sample_id: asked for sample_id, asked in found.items() if asked is not None}
+
+
 def sum_by_prompt(
     samples: Iterable[PromptAcceptance], asked: Mapping[str, AskedSample]
 ) -> dict[str, list[PromptAcceptance]]:
@@ -67,7 +74,7 @@ def sum_by_prompt(
         if sample.sample_id in asked:
             way, prompt = asked[sample.sample_id]
             found[way].setdefault(prompt, []).append(sample)
-    return {way: [_sum(prompt, parts) for prompt, parts in prompts.items()] for way, prompts in found.items()}
+    return {way: [sum_prompt(prompt, parts) for prompt, parts in prompts.items()] for way, prompts in found.items()}
 
 
 def compare_thinking(
@@ -81,11 +88,11 @@ def compare_thinking(
         paired = paired_difference(ways[ON], ways[OFF], resampling)
     except DataError:  # no prompt was measured both ways
         return None
-    return ThinkingComparison(*(summarize_acceptance(ways[way], resampling) for way in (ON, OFF)), paired)
+    on, off = (summarize_acceptance(ways[way], resampling) for way in (ON, OFF))
+    return ThinkingComparison(on, off, paired)
 
 
-def _sum(prompt: str, samples: list[PromptAcceptance]) -> PromptAcceptance:
-    passes, accepted, emitted = (
-        sum(getattr(one, name) for one in samples) for name in ("passes", "accepted", "emitted")
-    )
-    return PromptAcceptance(prompt, passes, accepted, emitted, sum_histograms(samples))
+def sum_prompt(prompt: str, samples: Sequence[PromptAcceptance]) -> PromptAcceptance:
+    """Return the counts of several samples or drafts as those of one prompt."""
+    counts = {name: sum(getattr(one, name) for one in samples) for name in ("passes", "accepted", "emitted")}
+    return PromptAcceptance(prompt, **counts, histogram=sum_histograms(samples))
