@@ -3,7 +3,7 @@
     python benchmarks/decisions.py                    # 1,000 targets, every one of which calls for a training
     python benchmarks/decisions.py --targets 100 --json OUT.json
 
-Each target has a draft in service, a report, and a decision `retrain`; the budget has room for one in ten. The first
+Each target has data of its own, a draft in service, a report, and a decision `retrain`; the budget has room for one in ten. The first
 tick starts those, the second finds them without a run, and requests them again: the most that a tick has to do. As the
 machine may be busy, the time to read the targets' entries alone stands beside it.
 """
@@ -35,8 +35,10 @@ from draftworks.service.record import InService, ServedDraft
 from draftworks.service.register import RECORD, ServiceRegister
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
 from draftworks.storage.atomic import publish_json
-from draftworks.targets.registry import Registry
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import resolve_target
+from draftworks.targets.training_data import identify_eval_data
 from sensors.acting import Tick, explain_tick, group_reasons
 
 HOURS = 4.0
@@ -93,34 +95,39 @@ def tick(reader: FleetReader, instance: dg.DagsterInstance) -> str:
 
 def make_fleet(root: Path, count: int) -> Registry:
     """Write registry and records of a fleet, without fsyncs."""
-    registry, fsync = Registry(root / "registry"), os.fsync
-    (registry.root / "targets").mkdir(parents=True)
+    registry, fsync, digests = Registry(root / "registry"), os.fsync, FileDigests()
+    for folder in ("targets", "datasets", "data"):
+        (registry.root / folder).mkdir(parents=True)
     budget = {"budget": {"gpu_hours_per_week": count * HOURS / 10}}
     (registry.root / "deployment.yaml").write_text(yaml.safe_dump(budget))
     os.fsync = lambda handle: None
     try:
         for number in range(count):
-            make_target(registry, f"target-{number:05}", loss=0.2 + number / count)
+            make_target(registry, digests, f"target-{number:05}", loss=0.2 + number / count)
     finally:
         os.fsync = fsync
     return registry
 
 
-def make_target(registry: Registry, name: str, loss: float) -> None:
-    entry = {"model": f"models/{name}", "dataset": "none", "service": {}, "decision": {"act": "retrain"}}
+def make_target(registry: Registry, digests: FileDigests, name: str, loss: float) -> None:
+    entry = {"model": f"models/{name}", "dataset": name, "service": {}, "decision": {"act": "retrain"}}
     (registry.root / "targets" / f"{name}.yaml").write_text(yaml.safe_dump(entry))
     model = registry.root / "models" / name
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(dict.fromkeys(SHAPE, 4096)))
     for file in ("model.safetensors", "tokenizer.json"):
         (model / file).write_text(f"of {name}")
-    fleet = Fleet.of(registry)
-    files = resolve_target(registry.load_target(name), registry, fleet.digests)
-    served = publish_results(fleet.artifacts, name, {"target": files.digest, "tokenizer": files.tokenizer_digest})
+    (registry.root / "datasets" / f"{name}.yaml").write_text(f"files: [data/{name}.jsonl]\n")
+    (registry.root / "data" / f"{name}.jsonl").write_text(json.dumps({"messages": [], "of": name}))
+    artifacts, target = ArtifactStore(registry.resolve_var_folder(), digests), registry.load_target(name)
+    files = resolve_target(target, registry, digests)
+    prepared = identify_eval_data(HELDOUT, target, files.vocab_size, registry, digests)
+    artifacts.obtain("conversations", name, prepared.to_json(), lambda _: BuildResult("c"))
+    served = publish_results(artifacts, name, {"target": files.digest, "tokenizer": files.tokenizer_digest})
     when = datetime.now(UTC).isoformat()
     draft = ServedDraft(served, f"eagle3_export/{name}/{served}", {"sglang": "f"}, "v", "w", files.digest, "r")
     record = InService(1, name, "eagle3", "promote", draft, None, None, "me", when, "")
-    folder = ServiceRegister(fleet.artifacts.root, name, "eagle3").folder
+    folder = ServiceRegister(artifacts.root, name, "eagle3").folder
     folder.mkdir(parents=True)
     publish_json(folder / RECORD, record.to_json())
     figure = EvalLoss(
@@ -128,7 +135,7 @@ def make_target(registry: Registry, name: str, loss: float) -> None:
     )
     margins, costs = Margins(0.05, 0.15, 20), Costs(1.0, HOURS)
     save_decision(
-        fleet.artifacts.root,
+        artifacts.root,
         Decision(
             name, "eagle3", Choice.RETRAIN, served, files.digest, "s", (figure,), ("why",), margins, costs, None, when
         ),
