@@ -169,6 +169,10 @@ def lilicorr(parts: TargetParts, samples: list[Sample], **options: Any) -> Draft
     return LiLiCorrStrategy(LiLiCorrOptions(layer_ids=layers, **sizes, **options), parts, None, seed=1)
 
 
+LADDER_DRAFTS = (eagle3, dflash, dflash2, domino, dspark, lilicorr, peagle, xpress)
+"""What makes a draft of each strategy over taps, as `MakeDraft`; options come before those of the toy."""
+
+
 def _teach(ladder: Ladder, steps: int) -> None:
     model = ladder.strategy.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

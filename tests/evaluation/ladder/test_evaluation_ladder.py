@@ -6,23 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ladder_toys import (
-    TAPS,
-    TTT,
-    Answers,
-    Ladder,
-    Sample,
-    build_ladder,
-    dflash,
-    dflash2,
-    domino,
-    dspark,
-    eagle3,
-    greedy_answers,
-    lilicorr,
-    peagle,
-    xpress,
-)
+from ladder_toys import LADDER_DRAFTS, TAPS, TTT, Answers, Ladder, Sample, build_ladder, greedy_answers
 from torch import Tensor
 
 from draftworks.drafts.sampling import Verdict, verify
@@ -42,7 +26,7 @@ def answers(tiny_folder) -> Answers:
 
 @pytest.fixture(
     scope="module",
-    params=[eagle3, dflash, dflash2, domino, dspark, lilicorr, peagle, xpress],
+    params=LADDER_DRAFTS,
     ids=lambda make: make.__name__,
 )
 def ladder(request, answers, tiny_target) -> Ladder:

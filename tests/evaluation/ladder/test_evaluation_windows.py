@@ -9,23 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ladder_toys import (
-    TAPS,
-    TTT,
-    Answers,
-    Ladder,
-    Sample,
-    build_ladder,
-    dflash,
-    dflash2,
-    domino,
-    dspark,
-    eagle3,
-    greedy_answers,
-    lilicorr,
-    peagle,
-    xpress,
-)
+from ladder_toys import LADDER_DRAFTS, TAPS, TTT, Answers, Ladder, Sample, build_ladder, dflash, greedy_answers
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.strategy import DraftStrategy
@@ -50,7 +34,7 @@ def anchored(parts: TargetParts, samples: list[Sample], **options: Any) -> Draft
 
 @pytest.mark.parametrize(
     "make",
-    [eagle3, dflash, anchored, dflash2, domino, dspark, lilicorr, peagle, xpress],
+    [*LADDER_DRAFTS, anchored],
     ids=lambda make: make.__name__,
 )
 def test_the_walk_equals_the_real_loop_and_one_that_ignores_the_window_does_not(
