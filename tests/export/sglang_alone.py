@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.runtime_context import get_context
@@ -43,6 +45,14 @@ class PlainAttention(nn.Module):
         queries = query.view(block, of.tp_q_head_num, -1).transpose(0, 1)
         attended = F.scaled_dot_product_attention(queries, keys, values, seen, scale=of.scaling, enable_gqa=True)
         return attended.transpose(0, 1).flatten(1)
+
+
+def load_export(model: nn.Module, folder: Path) -> nn.Module:
+    """Load an export's tensors by the model's own method; parameters that none of them is for are NaN."""
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    model.load_weights(load_file(folder / "model.safetensors").items())
+    return model.eval()
 
 
 def alone_on_a_cpu(folder: str) -> None:

@@ -23,20 +23,12 @@ import torch
 from safetensors.torch import load_file
 from sglang.srt.models.dflash import DFlash2DraftModel
 from sglang.srt.speculative.dflash_worker_v2 import _selector_lattice
-from sglang_alone import Cache, PlainAttention, alone_on_a_cpu
+from sglang_alone import Cache, PlainAttention, alone_on_a_cpu, load_export
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
 
 TEMPERATURE = 0.7
-
-
-def loaded(folder: Path) -> DFlash2DraftModel:
-    model = DFlash2DraftModel(AutoConfig.from_pretrained(folder))
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    model.load_weights(load_file(folder / "model.safetensors").items())
-    return model.eval()
 
 
 def write_context(model: DFlash2DraftModel, features: Tensor, cache: Cache) -> None:
@@ -81,7 +73,10 @@ def said(model: DFlash2DraftModel, asked: dict[str, Tensor], question: int, mask
 
 
 def judged(folder: Path) -> dict[str, Any]:
-    model, asked = loaded(folder), load_file(folder.with_suffix(".safetensors"))
+    model, asked = (
+        load_export(DFlash2DraftModel(AutoConfig.from_pretrained(folder)), folder),
+        load_file(folder.with_suffix(".safetensors")),
+    )
     unset = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
     model.lm_head = SimpleNamespace(weight=asked["head"], quant_method=None, org_vocab_size=len(asked["head"]))
     mask_token = model.draft_config.mask_token_id

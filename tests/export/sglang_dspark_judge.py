@@ -26,17 +26,9 @@ from sglang.srt.speculative.dspark_components.dspark_config import resolve_runti
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftNoise
 from sglang.srt.speculative.dspark_components.dspark_draft_sampler import DsparkDraftSampler
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync
-from sglang_alone import Cache, PlainAttention, alone_on_a_cpu
+from sglang_alone import Cache, PlainAttention, alone_on_a_cpu, load_export
 from torch import Tensor, nn
 from transformers import AutoConfig
-
-
-def loaded(folder: Path) -> DSparkDraftModel:
-    model = DSparkDraftModel(AutoConfig.from_pretrained(folder))
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    model.load_weights(load_file(folder / "model.safetensors").items())
-    return model.eval()
 
 
 def said(model: DSparkDraftModel, asked: dict[str, Tensor], question: int, mask_token: int) -> SimpleNamespace:
@@ -69,7 +61,10 @@ def said(model: DSparkDraftModel, asked: dict[str, Tensor], question: int, mask_
 
 
 def judged(folder: Path) -> dict[str, Any]:
-    model, asked = loaded(folder), load_file(folder.with_suffix(".safetensors"))
+    model, asked = (
+        load_export(DSparkDraftModel(AutoConfig.from_pretrained(folder)), folder),
+        load_file(folder.with_suffix(".safetensors")),
+    )
     unset = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
     vocab, width = asked["head"].shape
     head = SimpleNamespace(weight=asked["head"], quant_method=None, org_vocab_size=vocab)

@@ -25,7 +25,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.runtime_context import get_parallel
-from sglang_alone import Cache, PlainAttention, alone_on_a_cpu
+from sglang_alone import Cache, PlainAttention, alone_on_a_cpu, load_export
 from torch import Tensor, nn
 
 RANKS = (
@@ -71,12 +71,9 @@ class LastStates(nn.Module):
 def loaded(folder: Path) -> tuple[str, nn.Module]:
     config = ModelConfig(str(folder), trust_remote_code=False, is_draft_model=True)
     kind, architecture = ModelRegistry.resolve_model_cls(config.hf_config.architectures)
-    model = kind(config.hf_config)
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    model.load_weights(load_file(folder / "model.safetensors").items())
+    model = load_export(kind(config.hf_config), folder)
     model.logits_processor = LastStates()
-    return architecture, model.eval()
+    return architecture, model
 
 
 def said(model: nn.Module, asked: dict[str, Tensor], question: int) -> list[list[float]]:
