@@ -123,8 +123,8 @@ def load_served(dataset: DatasetSpec, root: Path, out: Path, max_rejected_share:
                 )
             if row.outcome == SECRET and spec.on_secret == "refuse":
                 raise DataError(
-                    f"{where}: {row.file}:{row.line}: a {row.reason} is in the row after redaction (on_secret: refuse). "
-                    "Extend the redaction, or set on_secret: drop"
+                    f"{where}: {row.file}:{row.line}: the row still holds a secret, {row.reason}, after redaction (on_secret: "
+                    "refuse). Extend the redaction, or set on_secret: drop"
                 )
             if row.outcome in (REJECTED, SECRET):
                 reason = row.reason if row.outcome == REJECTED else f"a secret: {row.reason}"

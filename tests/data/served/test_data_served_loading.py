@@ -102,7 +102,7 @@ def test_a_row_with_a_secret_is_masked_or_left_out_or_refused_and_never_shown(tm
     dropped = load(tmp_path, mask=[])
     assert questions(dropped) == ["good"]
     assert (dropped.lineage["masked"], dropped.lineage["left_out"]) == ({}, {kind: 2})
-    with pytest.raises(DataError, match=f"a.log:2: a {kind} is in the row") as caught:
+    with pytest.raises(DataError, match=f"a.log:2: the row still holds a secret, {kind}, after") as caught:
         load(tmp_path, mask=[], on_secret="refuse")
     said = [str(caught.value), canonical_json(dropped.lineage), (tmp_path / "out" / "quarantine.jsonl").read_text()]
     assert not any(secret.split()[-1] in each for each in said)
