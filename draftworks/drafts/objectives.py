@@ -6,6 +6,8 @@ that vocabulary, and q̃ the target's probabilities of those tokens, not renorma
 
     ∂CE/∂z = p − q,    ∂α/∂z = p ⊙ (m − Σ_v m_v p_v)  with  m_v = 1 where p_v < q̃_v, else 0.
 
+At a teacher's temperature T both are softmax(z / T) and softmax of the target's logits / T, see `Temperatures`.
+
 The LK losses of SpecForge are made of means over all labels of a step in a batch: these are the `BatchObjective`s. An
 `Objective` is the same for every label by itself, so that nothing depends on which samples share a batch.
 """
@@ -13,11 +15,17 @@ The LK losses of SpecForge are made of means over all labels of a step in a batc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+
+from draftworks.config.teacher_options import TeacherOptions
+from draftworks.drafts.strategy import StepContext
+
+R = TypeVar("R")
 
 
 class Objective(ABC):
@@ -116,6 +124,66 @@ class MeanBlend(BatchObjective):
         counts = label_counts.clamp(min=1)
         share = self.kl_scale * torch.exp(-self.kl_decay * acceptance_sums / counts)
         return FixedBlend(_as_floats(share / self.positions), _as_floats((1 - share) / counts))
+
+
+@dataclass(frozen=True)
+class Temperatures:
+    """Temperatures above 0.
+
+    Attributes:
+        teacher: T of the loss. With z and y the logits of draft and target, p = softmax(z / T) and q = softmax(y / T) are
+            compared, and the loss is multiplied by T². For the cross-entropy the gradient is T·(p - q) then, whose size
+            hardly depends on T (Hinton, Vinyals & Dean 2015, arXiv 1503.02531, section 2.1).
+        judged: of the acceptance probabilities Σ_v min(q_v, p_v) of an evaluation; 1 comes first. Empty in training,
+            where they are those of the loss.
+    """
+
+    teacher: float = 1.0
+    judged: tuple[float, ...] = ()
+
+    @classmethod
+    def choose(cls, options: TeacherOptions, ctx: StepContext) -> Temperatures:
+        """Return those of a forward pass under these options."""
+        return cls(options.teacher_temperature, () if ctx.training else (1.0, *ctx.temperatures))
+
+    @property
+    def loss_factor(self) -> float:
+        """T²."""
+        return self.teacher**2
+
+    def judge(self, trained: R, measure: Callable[[float], R]) -> list[R]:
+        """Return a measurement for each of `judged`: `trained` at T itself, else `measure(temperature)`, without gradients."""
+        with torch.no_grad():
+            return [trained if each == self.teacher else measure(each) for each in self.judged]
+
+
+def soften(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature; at 1 the tensor itself, without a pass over it."""
+    return logits if temperature == 1 else logits / temperature
+
+
+def name_sampled_sums(ctx: StepContext, sums: Tensor | None, denoms: Tensor) -> dict[str, Tensor]:
+    """Return the metric sums of an evaluation's `temperatures`.
+
+    Args:
+        sums: (1 + m, T), Σ of the acceptance probabilities at temperature 1 and at each of the m; None in training.
+        denoms: (T,), number of labels.
+    """
+    if sums is None:
+        return {}
+    return {
+        f"{name_rate(temperature)}_{part}": values
+        for temperature, each in zip(ctx.temperatures, sums[1:], strict=True)
+        for part, values in (("sums", each), ("denoms", denoms))
+    }
+
+
+RATE_PREFIX = "sampled_acceptance_t"
+
+
+def name_rate(temperature: float) -> str:
+    """Return the name of the acceptance probabilities at a temperature: `sampled_acceptance_t0.7`."""
+    return f"{RATE_PREFIX}{temperature:g}"
 
 
 def _by_step(weights: tuple[float, ...], steps: Tensor, like: Tensor) -> Tensor:

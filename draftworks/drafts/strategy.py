@@ -43,7 +43,7 @@ class StepOutput:
             `loss_sums`, `loss_denoms` (loss per step), `acceptance_sums`, `acceptance_denoms` (probability that
             rejection sampling accepts, in evaluations; with a reduced vocabulary over the positions whose label is in
             it, and `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), the same over all
-            labels at each temperature of the context, as in draftworks.drafts.temperatures, and the strategy's own:
+            labels at each temperature of the context, as in draftworks.drafts.objectives, and the strategy's own:
             `X_sums` with `X_denoms` are reported as `eval/X`.
     """
 

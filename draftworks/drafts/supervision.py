@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.temperatures import soften
+from draftworks.drafts.objectives import soften
 
 
 def token_mean_label_mask(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draftworks.distributed.collectives import gather_from_ranks, sum_over_ranks
+from draftworks.drafts.objectives import RATE_PREFIX
 from draftworks.drafts.strategy import StepOutput
-from draftworks.drafts.temperatures import RATE_PREFIX
 
 CORRECT, SUPERVISED = "acc_corrects", "acc_denoms"
 SIMULATED_METRIC = "eval/simulated_acc_len"

@@ -96,12 +96,12 @@ store.put(SampleRef("s1", "", "", "", {"last": ""}, {}), {"last": torch.full((40
 @pytest.mark.parametrize(
     ("module", "name", "when", "samples"),
     [
-        ("safetensors.torch", "save_file", "after", 0),
+        ("draftworks.features.sample_file", "view_buffer", "after", 0),
         ("draftworks.features.shared_dir_store", "fsync", "before", 0),
         ("os", "link", "before", 0),
         ("os", "link", "after", 1),
     ],
-    ids=["unsealed", "unsynced", "unpublished", "published"],
+    ids=["header-only", "unsynced", "unpublished", "published"],
 )
 def test_a_writer_killed_at_a_given_moment_leaves_a_whole_sample_or_none(
     tmp_path: Path, module: str, name: str, when: str, samples: int

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.validation import parse_spec
-from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, Objective
+from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, Objective, Temperatures
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.supervision import Teacher, TeacherPlan
-from draftworks.drafts.temperatures import Temperatures
 from draftworks.errors import ConfigError
 from draftworks.strategies.dflash.loss import uniform_weights
 from draftworks.strategies.dspark.loss import DSparkObjective, DSparkStates, dspark_losses

@@ -243,7 +243,11 @@ class LauncherContract:
         if harness.survives:
             (job,) = played.jobs
             assert job.metadata["submissions"] >= 2
-            assert sum(line.startswith("begins at step") for line in played.lines) == job.metadata["submissions"]
+            begins = [line for line in played.lines if line.startswith("begins at step")]
+            assert 2 <= len(begins) <= job.metadata["submissions"], (
+                "on a busy machine one may not get as far as its program"
+            )
+            assert begins[0] == "begins at step 0" != begins[-1]
         else:
             assert "over its time limit" in played.failures[0].description
             assert not played.failures[0].allow_retries

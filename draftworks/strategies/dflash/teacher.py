@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.temperatures import Temperatures, soften
+from draftworks.drafts.objectives import Temperatures, soften
 
 
 class Teacher(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.drafts.temperatures import Temperatures, soften
+from draftworks.drafts.objectives import Temperatures, soften
 from draftworks.strategies.dflash.loss import BlockChunk, LabelWeighting, at_least_float32, is_argmax, split_into_chunks
 from draftworks.strategies.dflash.teacher import Teacher, judge_acceptance
 

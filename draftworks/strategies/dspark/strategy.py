@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
+from draftworks.drafts.objectives import Temperatures, name_sampled_sums
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.drafts.temperatures import Temperatures, name_sampled_sums
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.dflash.block_drafter import BlockDrafter
 from draftworks.strategies.dflash.drafter import DFlashDrafter

@@ -15,10 +15,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.drafts.objectives import BatchObjective, CrossEntropy, Objective
+from draftworks.drafts.objectives import (
+    BatchObjective,
+    CrossEntropy,
+    Objective,
+    Temperatures,
+    name_sampled_sums,
+    soften,
+)
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.supervision import Teacher, TeacherChunk, TeacherPlan
-from draftworks.drafts.temperatures import Temperatures, name_sampled_sums, soften
 
 CHUNK_ELEMENTS = 2**20
 """Logits held at a time, the larger number of the teacher's and the draft's; at least MIN_CHUNK_LABELS labels."""

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.drafts.layers import ReducedVocabularyDraft, RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear
-from draftworks.drafts.objectives import BatchObjective, Objective
+from draftworks.drafts.objectives import BatchObjective, Objective, Temperatures
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.drafts.temperatures import Temperatures
 from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Layer, Eagle3Sizes, StepStates
 from draftworks.strategies.eagle3.loss import DistillationLosses, distill, number_across_steps
 

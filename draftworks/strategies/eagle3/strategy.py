@@ -19,11 +19,11 @@ from draftworks.drafts.objectives import (
     MeanBlend,
     MeanLogAcceptance,
     Objective,
+    Temperatures,
 )
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.drafts.temperatures import Temperatures
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.drafter import Eagle3Drafter
 from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Sizes

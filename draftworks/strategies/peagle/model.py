@@ -30,10 +30,9 @@ from draftworks.drafts.layers import (
     seeded_linear,
     uninitialized,
 )
-from draftworks.drafts.objectives import CrossEntropy
+from draftworks.drafts.objectives import CrossEntropy, Temperatures
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.drafts.temperatures import Temperatures
 from draftworks.drafts.torch_compile import without_compile
 from draftworks.strategies.eagle3.attention import ttt_attention
 from draftworks.strategies.eagle3.loss import DistillationLosses, distill, number_across_steps

@@ -12,11 +12,11 @@ from draftworks.drafts.anchors import derive_sample_seed
 from draftworks.drafts.collation import BatchLayout, mask_last_positions
 from draftworks.drafts.decoder_strategy import DecoderStrategy
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.objectives import Temperatures
 from draftworks.drafts.option_defaults import resolve_mask_token
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.drafts.temperatures import Temperatures
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.peagle.chains import DepthSampling, draw_chains, keep_all_chains
 from draftworks.strategies.peagle.drafter import PEagleDrafter

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.drafts.temperatures import Temperatures, soften
+from draftworks.drafts.objectives import Temperatures, soften
 from draftworks.strategies.dflash.loss import (
     BlockChunk,
     LabelWeighting,

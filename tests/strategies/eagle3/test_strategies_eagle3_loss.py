@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance
+from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance, Temperatures
 from draftworks.drafts.supervision import Teacher, TeacherPlan, make_teacher_plan, token_mean_label_mask
-from draftworks.drafts.temperatures import Temperatures
 from draftworks.strategies.eagle3 import loss as losses
 from draftworks.strategies.eagle3.loss import distill, number_across_steps
 
