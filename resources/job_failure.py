@@ -124,5 +124,9 @@ def _format_headline(failure: RankFailure) -> str:
 
 
 def _describe_ending(status: JobStatus) -> str:
-    ending = status.state.value if status.exit_code is None else f"exited with code {status.exit_code}"
+    code = status.exit_code
+    if code is None:
+        ending = status.state.value
+    else:
+        ending = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code}"
     return f"{ending} ({status.reason})" if status.reason else ending

@@ -1,4 +1,4 @@
-"""The launcher that runs torchrun as a child process of the step."""
+"""The launcher that runs torchrun, or the only rank of a job, as a child process of the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError
 from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.process_tree import MARK, ProcessTree
-from resources.torch_job import ONE_NODE, ONE_NODE_ENV, JobState, JobStatus, RunDir, TorchJob
+from resources.torch_job import ONE_NODE, ONE_NODE_ENV, ONLY_RANK_ENV, JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import TorchLauncher
 
 # torchrun itself kills a stuck worker after this share of the grace, so that torchrun can still exit in order.
@@ -30,9 +30,9 @@ _STACKS_S = 1.0
 
 @dataclass(frozen=True)
 class LocalJob:
-    """A running torchrun and everything it started; `folder` is where its ranks meet, for as long as they run."""
+    """A running torchrun, or only rank, and everything it started; `folder` is where ranks meet, for as long as they run."""
 
-    torchrun: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]
     tree: ProcessTree
     folder: tempfile.TemporaryDirectory[str]
 
@@ -50,7 +50,11 @@ class LocalLauncher(TorchLauncher):
     )
 
     def submit(self, job: TorchJob, env: Mapping[str, str], run_dir: RunDir) -> LocalJob:
-        """Start torchrun in a session of its own. Raises ConfigError for a job of several nodes or copies."""
+        """Start the job in a session of its own, an only rank without torchrun.
+
+        Raises:
+            ConfigError: the job has several nodes or copies.
+        """
         if job.copies > 1:
             raise ConfigError(f"job {job.module} asks for {job.copies} copies, but the local launcher has no arrays")
         if job.nodes > 1:
@@ -66,24 +70,27 @@ class LocalLauncher(TorchLauncher):
         folder = tempfile.TemporaryDirectory(
             prefix="rendezvous-"
         )  # local: locks of network folders are not to be relied on
-        meeting = f"--rdzv-endpoint={folder.name}/store"
+        if job.procs_per_node == 1:
+            error = run_dir.ranks / "0" / run_dir.error.name
+            error.parent.mkdir(parents=True, exist_ok=True)
+            command, of_ranks = job.build_rank_command(), {**ONLY_RANK_ENV, "TORCHELASTIC_ERROR_FILE": str(error)}
+        else:
+            meeting = f"--rdzv-endpoint={folder.name}/store"
+            command, of_ranks = job.build_command(*ONE_NODE, meeting, f"--log-dir={run_dir.ranks}"), ONE_NODE_ENV
         with run_dir.log.open("ab") as log:
-            torchrun = subprocess.Popen(
-                [
-                    *parent_death.build_shim_command(),
-                    *job.build_command(*ONE_NODE, meeting, f"--log-dir={run_dir.ranks}"),
-                ],
-                env={**os.environ, **ONE_NODE_ENV, **own, **env, MARK: mark},
+            process = subprocess.Popen(
+                [*parent_death.build_shim_command(), *command],
+                env={**os.environ, **own, **env, **of_ranks, MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return LocalJob(torchrun, ProcessTree(torchrun.pid, mark), folder)
+        return LocalJob(process, ProcessTree(process.pid, mark), folder)
 
     def poll(self, handle: LocalJob) -> JobStatus:
-        """Return the state of torchrun. If it has ended, end ranks that it left behind, such as after a kill."""
-        code = handle.torchrun.poll()
+        """Return the state of the job's process. If it has ended, end what it left behind, such as ranks after a kill."""
+        code = handle.process.poll()
         if code is None:
             return JobStatus(JobState.RUNNING)
         handle.tree.end(self.grace_s)
@@ -93,7 +100,7 @@ class LocalLauncher(TorchLauncher):
     def cancel(self, handle: LocalJob) -> None:
         """Send SIGTERM to the process tree, wait for the grace, then send SIGKILL."""
         survivors = handle.tree.end(self.grace_s)
-        handle.torchrun.poll()
+        handle.process.poll()
         handle.folder.cleanup()
         if survivors:
             dg.get_dagster_logger().error(f"these processes could not be killed, end them by hand: {survivors}")
@@ -107,7 +114,7 @@ class LocalLauncher(TorchLauncher):
         return states
 
     def describe(self, handle: LocalJob) -> dict[str, str | int]:
-        return {"engine": "local", "pid": handle.torchrun.pid}
+        return {"engine": "local", "pid": handle.process.pid}
 
 
 def _divide_cores(processes: int) -> int:

@@ -15,6 +15,14 @@ from draftworks.errors import ConfigError
 ONE_NODE = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1")
 ONE_NODE_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it torchrun opens a TCP store for the ranks on all addresses; with it the ranks open one on loopback."""
+ONLY_RANK_ENV = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "TORCHELASTIC_RUN_ID": "none",  # by which a program knows that it is to end with its parent
+}
+"""What torchrun would tell a job's only rank, by torchrun's names."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,10 @@ class TorchJob:
         rendezvous = () if any(option.startswith("--rdzv") for option in options) else ONE_NODE
         torchrun = (str(self.python or sys.executable), "-m", "torch.distributed.run", *rendezvous, *options)
         return [*torchrun, f"--nproc-per-node={self.procs_per_node}", "-m", self.module, *self.args]
+
+    def build_rank_command(self) -> list[str]:
+        """Return the command line of a job's only rank, which has nobody to meet: it saves torchrun's own import of torch."""
+        return [str(self.python or sys.executable), "-u", "-m", self.module, *self.args]
 
 
 class JobState(Enum):

@@ -11,8 +11,9 @@ from resources.torch_job import TorchJob
 
 @dg.asset
 def draft(context: dg.AssetExecutionContext, launcher: LocalLauncher) -> None:
-    task, marker = sys.argv[1:3]
-    job = TorchJob("launcher_worker", (task, marker), procs_per_node=2, env={"PYTHONPATH": os.path.dirname(__file__)})
+    task, marker, procs = sys.argv[1], sys.argv[2], int(sys.argv[5])
+    paths = {"PYTHONPATH": os.path.dirname(__file__)}
+    job = TorchJob("launcher_worker", (task, marker), procs_per_node=procs, env=paths)
     launcher.run(context, job)
 
 

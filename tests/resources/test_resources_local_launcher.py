@@ -99,12 +99,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> float:
 
 
 @contextmanager
-def hanging_job(task: str, tmp_path: Path, grace_s: float) -> Iterator[subprocess.Popen[bytes]]:
-    """A Dagster process of its own whose job's two ranks hang."""
+def hanging_job(task: str, tmp_path: Path, grace_s: float, procs: int = 2) -> Iterator[subprocess.Popen[bytes]]:
+    """A Dagster process of its own whose job's ranks hang."""
     command = [sys.executable, str(HERE / "launcher_host.py"), task, str(tmp_path / "marker"), str(tmp_path / "runs")]
+    command += [str(grace_s), str(procs)]
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    host = subprocess.Popen([*command, str(grace_s)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    markers = [tmp_path / f"marker.{rank}" for rank in (0, 1)]
+    host = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    markers = [tmp_path / f"marker.{rank}" for rank in range(procs)]
     try:
         wait_until(lambda: host.poll() is not None or all(marker.exists() for marker in markers), timeout_s=LONG_S)
         assert host.poll() is None, "the Dagster process ended before its job was up"
@@ -159,7 +160,7 @@ def test_retry_has_its_own_folder_and_a_silent_death_shows_the_log(tmp_path: Pat
     description = second.step_failure_data.user_failure_data.description
     assert "no rank left an error message" in description
     assert "rank 0 speaks" in description
-    assert "exitcode: -9" in description
+    assert "launcher_worker was ended by signal 9 and no rank" in description
     assert "-retry1" in description
     assert "-retry0" not in description
     assert "-retry0" in first.step_retry_data.error.cause.message
@@ -249,6 +250,15 @@ def test_ranks_of_a_killed_torchrun_have_time_to_save(tmp_path: Path) -> None:
         host.wait(timeout=LONG_S)
         assert not survivors(tmp_path)
         assert [(tmp_path / f"marker.saved.{rank}").exists() for rank in (0, 1)] == [True, True]
+
+
+def test_an_only_rank_has_no_torchrun_and_time_to_save_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    with hanging_job("save", tmp_path, grace_s=60, procs=1) as host:
+        (rank,) = survivors(tmp_path)
+        assert rank.ppid() == host.pid
+        host.kill()
+        wait_until(lambda: not survivors(tmp_path), LONG_S)
+        assert (tmp_path / "marker.saved.0").exists()
 
 
 def test_stuck_workers_are_killed_after_the_grace_with_their_hidden_children(tmp_path: Path) -> None:
