@@ -47,6 +47,34 @@ class PlainAttention(nn.Module):
         return attended.transpose(0, 1).flatten(1)
 
 
+def run_block(model: nn.Module, features: Tensor, anchor: Tensor, embedding: Tensor) -> Tensor:
+    """Return the states (block, H) that one of SGLang's models of a DFlash backbone makes of a block.
+
+    Args:
+        features: (n, taps · H), of the context; their keys and values are put where attention finds them, as SGLang's
+            worker does.
+        anchor: (1,), the token that the block begins with.
+    """
+    cache, rows = Cache(), len(features)
+    hidden = model.project_target_hidden(features)
+    for layer in model.layers:
+        attention = layer.self_attn
+        key, value = attention.kv_proj_only(model.prepare_context_hidden_for_kv(layer, hidden))
+        key = attention.apply_k_rope(torch.arange(rows), attention.apply_k_norm(key))
+        heads = (-1, attention.num_kv_heads, attention.head_dim)
+        cache.set_kv_buffer(attention.attn, None, key.view(heads), value.view(heads))
+    attentions = [layer.self_attn.attn for layer in model.layers]
+    for layer, attention in zip(model.layers, attentions):
+        layer.self_attn.attn = PlainAttention(attention, cache)
+    block = torch.full((model.block_size,), model.draft_config.mask_token_id)
+    block[0] = anchor[0]
+    embedded = F.embedding(block, embedding)
+    states = model(block, torch.arange(rows, rows + len(block)), None, input_embeds=embedded).hidden_states
+    for layer, attention in zip(model.layers, attentions):
+        layer.self_attn.attn = attention
+    return states
+
+
 def load_export(model: nn.Module, folder: Path) -> nn.Module:
     """Load an export's tensors by the model's own method; parameters that none of them is for are NaN."""
     for parameter in model.parameters():

@@ -23,39 +23,17 @@ import torch
 from safetensors.torch import load_file
 from sglang.srt.models.dflash import DFlash2DraftModel
 from sglang.srt.speculative.dflash_worker_v2 import _selector_lattice
-from sglang_alone import Cache, PlainAttention, alone_on_a_cpu, load_export
+from sglang_alone import alone_on_a_cpu, load_export, run_block
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoConfig
 
 TEMPERATURE = 0.7
 
 
-def write_context(model: DFlash2DraftModel, features: Tensor, cache: Cache) -> None:
-    """Put keys and values of the context (n, taps · H) where attention finds them, as SGLang's worker does."""
-    positions, hidden = torch.arange(len(features)), model.project_target_hidden(features)
-    for layer in model.layers:
-        attention = layer.self_attn
-        key, value = attention.kv_proj_only(model.prepare_context_hidden_for_kv(layer, hidden))
-        key = attention.apply_k_rope(positions, attention.apply_k_norm(key))
-        heads = (-1, attention.num_kv_heads, attention.head_dim)
-        cache.set_kv_buffer(attention.attn, None, key.view(heads), value.view(heads))
-
-
-def said(model: DFlash2DraftModel, asked: dict[str, Tensor], question: int, mask_token: int) -> dict[str, Any]:
+def said(model: DFlash2DraftModel, asked: dict[str, Tensor], question: int) -> dict[str, Any]:
     """The paths through the block after a context."""
-    cache, features, anchor = Cache(), asked[f"features.{question}"], asked[f"anchor.{question}"]
-    write_context(model, features, cache)
-    attentions = [layer.self_attn.attn for layer in model.layers]
-    for layer, attention in zip(model.layers, attentions):
-        layer.self_attn.attn = PlainAttention(attention, cache)
-    rows = len(features)
-    block = torch.full((model.block_size,), mask_token)
-    block[0] = anchor[0]
-    embedded = F.embedding(block, asked["embedding"])
-    states = model(block, torch.arange(rows, rows + len(block)), None, input_embeds=embedded).hidden_states
-    for layer, attention in zip(model.layers, attentions):
-        layer.self_attn.attn = attention
+    anchor = asked[f"anchor.{question}"]
+    states = run_block(model, asked[f"features.{question}"], anchor, asked["embedding"])
     candidates, scores = _selector_lattice(model, states[None, 1:], anchor)
     paths = [
         model.candidate_selector.sample_path(
@@ -68,7 +46,7 @@ def said(model: DFlash2DraftModel, asked: dict[str, Tensor], question: int, mask
         for greedy in (True, False)
     ]
     (tokens, _), (drawn, q) = paths
-    dense = torch.zeros(len(block) - 1, len(asked["head"])).scatter_(1, candidates[0], q[0])
+    dense = torch.zeros(len(states) - 1, len(asked["head"])).scatter_(1, candidates[0], q[0])
     return {"tokens": tokens[0].tolist(), "drawn": drawn[0].tolist(), "q": dense.tolist()}
 
 
@@ -79,9 +57,8 @@ def judged(folder: Path) -> dict[str, Any]:
     )
     unset = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
     model.lm_head = SimpleNamespace(weight=asked["head"], quant_method=None, org_vocab_size=len(asked["head"]))
-    mask_token = model.draft_config.mask_token_id
     questions = range(sum(name.startswith("anchor.") for name in asked))
-    return {"unset": unset, "answers": [said(model, asked, question, mask_token) for question in questions]}
+    return {"unset": unset, "answers": [said(model, asked, question) for question in questions]}
 
 
 if __name__ == "__main__":

@@ -1,51 +1,57 @@
-"""Runs SGLang's LiLiCorr head on exported drafts: `sglang_lilicorr_judge.py FOLDER …`, under SGLang's own Python.
+"""Runs SGLang's model on exported LiLiCorr drafts: `sglang_lilicorr_judge.py FOLDER …`, under SGLang's own Python.
 
-Beside each FOLDER lies FOLDER.safetensors with `states` (n, places, H), normed, `context` (n, H), `tokens` (n, places, k), `log_probs`
-(n, places, k) and `embedding`. Prints the proposals for every folder as JSON.
+Beside each FOLDER lies FOLDER.safetensors with `embedding`, `head`, and for every question i `features.{i}` (n, taps · H) and
+`anchor.{i}` (1,). SGLang's model loads the files and runs the block, with its convolutions if it has them; its head takes the
+best path through the candidates. Only attention is not SGLang's: on a CPU it has no kernel that goes without a server. Prints
+for every folder, as JSON, `tokens` for every question, and `unset`, the parameters that no file gave a value.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the same without a compiler
 
 import torch
 from safetensors.torch import load_file
-from sglang.srt.models.lilicorr import LiLiCorrHead, check_head_weight_coverage
-from sglang.srt.speculative.lilicorr_utils import parse_lilicorr_draft_config
+from sglang.srt.models.lilicorr import LiLiCorrDraftModel
+from sglang_alone import alone_on_a_cpu, load_export, run_block
+from torch import Tensor
 from transformers import AutoConfig
 
-HEAD = "lilicorr."
 
-
-def proposals(folder: Path) -> list[list[int]]:
-    config, asked = AutoConfig.from_pretrained(folder), load_file(folder.with_suffix(".safetensors"))
-    head = LiLiCorrHead(
-        model_hidden_size=config.hidden_size,
-        block_size=config.block_size,
-        rms_norm_eps=config.rms_norm_eps,
-        config=parse_lilicorr_draft_config(draft_hf_config=config),
-    )
-    tensors = {name: one for name, one in load_file(folder / "model.safetensors").items() if name.startswith(HEAD)}
-    check_head_weight_coverage(head, set(tensors))
-    head.load_state_dict({name.removeprefix(HEAD): tensor for name, tensor in tensors.items()})
-    head.materialize_inference_buffers(torch.device("cpu"), torch.float32)
-    count = len(asked["tokens"])
+def propose(model: LiLiCorrDraftModel, asked: dict[str, Tensor], question: int) -> list[int]:
+    features, head = asked[f"features.{question}"], model.lilicorr
+    states = run_block(model, features, asked[f"anchor.{question}"], asked["embedding"])[None, 1:]
+    best = (states @ asked["head"].T).log_softmax(-1).topk(head.candidate_topk, dim=-1)
     chosen, _ = head.select_with_proposal(
-        token_embeddings=asked["embedding"][asked["tokens"]],
-        candidate_tokens=asked["tokens"],
-        candidate_log_probs=asked["log_probs"],
-        pass_hidden=asked["states"],
-        anchor_hidden=asked["context"],
-        anchor_valid=torch.ones(count),
-        uniforms=torch.zeros(count, asked["tokens"].shape[1]),
-        temperatures=torch.ones(count),
-        greedy_mask=torch.ones(count, dtype=torch.bool),
+        token_embeddings=asked["embedding"][best.indices],
+        candidate_tokens=best.indices,
+        candidate_log_probs=best.values,
+        pass_hidden=states,
+        anchor_hidden=model.project_target_hidden(features)[-1:],
+        anchor_valid=torch.ones(1),
+        uniforms=torch.zeros(1, states.shape[1]),
+        temperatures=torch.ones(1),
+        greedy_mask=torch.ones(1, dtype=torch.bool),
     )
-    return chosen.tolist()
+    return chosen[0].tolist()
+
+
+def judged(folder: Path) -> dict[str, Any]:
+    model = load_export(LiLiCorrDraftModel(AutoConfig.from_pretrained(folder)), folder)
+    unset = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
+    asked = load_file(folder.with_suffix(".safetensors"))
+    questions = range(sum(name.startswith("anchor.") for name in asked))
+    return {"unset": unset, "tokens": [propose(model, asked, question) for question in questions]}
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        print(json.dumps([proposals(Path(folder)) for folder in sys.argv[1:]]))
+    with torch.no_grad(), tempfile.TemporaryDirectory() as work:
+        alone_on_a_cpu(work)
+        print(json.dumps([judged(Path(folder)) for folder in sys.argv[1:]]))

@@ -206,6 +206,7 @@ CASES = (
     Case("speculators_xpress", {"mlp_ratio": 3, "jacobi_passes": 2, **_SIZES, "mask_token_id": 5}),
     Case("sglang_lilicorr", {"lattice_size": 6, "factor_dim": 5, "lattice_layers": 1, "candidate_topk": 8}),
     Case("sglang_lilicorr", {"sliding_window": 3, "block_size": 7, "margin_weight": 0.125, "logit_scale": 3.0}),
+    Case("sglang_lilicorr", {"conv_kernel_size": 3, "conv_group_size": 4}),
     *(Case(name, {}, tied=True, rope=LLAMA3_ROPE) for name in FORMATS),
     *(Case(name, _OWN_LAYER) for name in FORMATS),
     Case("speculators_eagle3", {"feedback": "post_norm"}),

@@ -20,7 +20,7 @@ from draftworks.export.readers.rope import RopeTable
 from draftworks.export.readers.sizes import LayerSizes
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.reader import DFlashReader, Mask, anchored_mask, moving_mask
-from draftworks.strategies.dflash2.reader import DFlash2Reader, convolve
+from draftworks.strategies.dflash2.reader import DFlash2Reader, convolve, select
 from draftworks.strategies.domino.reader import DominoReader
 from draftworks.strategies.dspark.reader import DSparkReader
 from draftworks.strategies.eagle3.reader import Eagle3Norms, Eagle3Reader
@@ -77,7 +77,8 @@ def dflash_reader(strategy: DraftStrategy, first_row: int = 1) -> DFlashReader:
 
 def dflash2_reader(strategy: DraftStrategy) -> DFlash2Reader:
     options = strategy.options
-    return convolve(dflash_reader(strategy), options.conv_kernel_size, options.conv_group_size, options.selector_top_k)
+    rows = convolve(dflash_reader(strategy), options.conv_kernel_size, options.conv_group_size)
+    return select(rows, options.selector_top_k)
 
 
 def domino_reader(strategy: DraftStrategy) -> DominoReader:
@@ -100,6 +101,8 @@ def xpress_reader(strategy: DraftStrategy) -> XPressReader:
 
 def lilicorr_reader(strategy: DraftStrategy) -> LiLiCorrReader:
     backbone, options = dflash_reader(strategy), strategy.options
+    if options.conv_kernel_size is not None:
+        backbone = convolve(backbone, options.conv_kernel_size, options.conv_group_size)
     settings = LatticeSettings(
         candidates=options.candidate_topk,
         heads=options.lattice_heads,

@@ -27,7 +27,8 @@ CLASS_NAME = "DFlash2DraftModel"
 """Of z-lab, SGLang, vLLM, SpecForge and speculators."""
 _CLASS_NAMES = (CLASS_NAME, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 """SGLang 0.5.23 takes the others for the same."""
-_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+CONVOLUTION_SIZES = ("conv_kernel_size", "conv_group_size")
+SIZES = (*CONVOLUTION_SIZES, "selector_rank", "selector_top_k")
 """Keys of all layouts, called as our options are."""
 _SPECULATORS_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _BACKBONE, _OF_BACKBONE = "backbone.", ("fc", "hidden_norm", "layers", "norm")
@@ -47,16 +48,11 @@ class DFlash2Parts(DFlashFormat):
         return {name.removeprefix(_BACKBONE): tensor for name, tensor in draft.weights.items()}
 
     def list_expected_tensors(self, shape: DraftShape) -> Shapes:
-        taps, group, rank = (shape.options[size] for size in _SIZES[:3])
+        taps, group, rank = (shape.options[size] for size in SIZES[:3])
         hidden, codebook = shape.hidden_size, (shape.vocab_size, rank)
-        names = super().list_expected_tensors(shape)
-        for convolution in (
-            f"layers.{i}.{part}_conv" for i in range(shape.num_layers) for part in ("attention", "mlp")
-        ):
-            names[f"{convolution}.base_kernel"] = (2, taps, hidden)
-            names[f"{convolution}.kernel_projection.weight"] = (2 * taps * (hidden // group), hidden)
         return {
-            **names,
+            **super().list_expected_tensors(shape),
+            **list_convolution_tensors(shape.num_layers, hidden, taps, group),
             "candidate_selector.predecessor_codebook": codebook,
             "candidate_selector.successor_codebook": codebook,
             "candidate_selector.hidden_projection.weight": (rank, hidden),
@@ -69,16 +65,25 @@ class DFlash2Parts(DFlashFormat):
 
 def build_size_keys(draft: CanonicalDraft) -> dict[str, int]:
     """Return the keys of config.json for convolutions and selector of one of our drafts."""
-    return {size: getattr(draft.options, size) for size in _SIZES}
+    return {size: getattr(draft.options, size) for size in SIZES}
 
 
-def read_sizes(settings: Mapping[str, Any], hidden: int, where: str) -> dict[str, int]:
-    """Return the options of convolutions and selector from the keys of a config.json.
+def list_convolution_tensors(layers: int, hidden: int, taps: int, group: int) -> Shapes:
+    """Return the exported names of the convolutions of all layers, with their shapes."""
+    names: Shapes = {}
+    for convolution in (f"layers.{i}.{part}_conv" for i in range(layers) for part in ("attention", "mlp")):
+        names[f"{convolution}.base_kernel"] = (2, taps, hidden)
+        names[f"{convolution}.kernel_projection.weight"] = (2 * taps * (hidden // group), hidden)
+    return names
+
+
+def read_sizes(settings: Mapping[str, Any], hidden: int, where: str, names: tuple[str, ...] = SIZES) -> dict[str, int]:
+    """Return the options `names` of convolutions and selector from the keys of a config.json.
 
     Raises:
         ConfigError: a key is missing or no positive integer, or the groups do not divide the hidden size.
     """
-    sizes = {size: require(settings, size, where) for size in _SIZES}
+    sizes = {size: require(settings, size, where) for size in names}
     for size, found in sizes.items():
         if not isinstance(found, int) or found < 1:
             raise ConfigError(f"{where}: {size}: expected an integer from 1, found {found!r}")
@@ -107,8 +112,8 @@ class ZlabDFlash2(DFlash2Parts, ZlabDFlash):
 
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json: dflash_config"
-        backbone = super().read_shape(drop_head_keys(config, _SIZES), target)
-        settings = read_head_settings(config, (*_SIZES, "block_size"), where)
+        backbone = super().read_shape(drop_head_keys(config, SIZES), target)
+        settings = read_head_settings(config, (*SIZES, "block_size"), where)
         sizes = read_sizes(settings, backbone.hidden_size, where)
         return replace(backbone, options={**backbone.options, **sizes})
 

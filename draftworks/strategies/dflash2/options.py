@@ -46,22 +46,31 @@ class DFlash2Options(DFlashOptions):
 
     @model_validator(mode="after")
     def _kernel_fits(self) -> DFlash2Options:
-        if self.conv_kernel_size > self.block_size:
-            raise ValueError(
-                f"conv_kernel_size {self.conv_kernel_size} is more than block_size {self.block_size}: convolutions do not "
-                "leave the block"
-            )
+        check_kernel(self.conv_kernel_size, self.block_size)
         return self
+
+
+def check_kernel(kernel_size: int, block_size: int) -> None:
+    """Raise ValueError for a convolution with more taps than a block has tokens."""
+    if kernel_size > block_size:
+        raise ValueError(
+            f"conv_kernel_size {kernel_size} is more than block_size {block_size}: convolutions do not leave the block"
+        )
+
+
+def check_groups(strategy: str, group_size: int, hidden_size: int) -> None:
+    """Raise ConfigError for a target whose channels are not whole groups."""
+    if hidden_size % group_size:
+        raise ConfigError(
+            f"{strategy}: conv_group_size {group_size} does not divide the target's hidden_size {hidden_size}. Set "
+            "options.conv_group_size to one of its divisors"
+        )
 
 
 def check_dflash2(options: DFlash2Options, target: TargetSizes) -> None:
     """Raise ConfigError for what DFlash refuses, channels that are not whole groups, or more candidates than tokens."""
     check_dflash(options, target)
-    if target.hidden_size % options.conv_group_size:
-        raise ConfigError(
-            f"dflash2: conv_group_size {options.conv_group_size} does not divide the target's hidden_size "
-            f"{target.hidden_size}. Set options.conv_group_size to one of its divisors"
-        )
+    check_groups(options.strategy, options.conv_group_size, target.hidden_size)
     if options.selector_top_k > target.vocab_size:
         raise ConfigError(
             f"dflash2: selector_top_k {options.selector_top_k} is more than the {target.vocab_size} tokens of the target's "

@@ -87,11 +87,15 @@ def read_speculators_dflash2(folder: ExportFolder, target: TargetTensors, dtype:
 
 def _read(folder: ExportFolder, backbone: DFlashReader, section: str) -> DFlash2Reader:
     taps, channels = (folder.require_setting(f"{section}conv_{size}_size") for size in ("kernel", "group"))
-    return convolve(backbone, taps, channels, folder.require_setting(f"{section}selector_top_k"))
+    return select(convolve(backbone, taps, channels), folder.require_setting(f"{section}selector_top_k"))
 
 
-def convolve(backbone: DFlashReader, taps: int, channels: int, top_k: int) -> DFlash2Reader:
-    """Return the reader of a draft whose weights a reader of DFlash holds, of the sizes of `ConvolvedReader`."""
+def convolve(backbone: DFlashReader, taps: int, channels: int) -> ConvolvedReader:
+    """Return the reader of a backbone with convolutions whose weights a reader of DFlash holds."""
     held = {each.name: getattr(backbone, each.name) for each in fields(backbone)}
-    rows = ConvolvedReader(**held, taps_of_kernel=taps, channels=channels)
-    return DFlash2Reader(rows.taps, rows.vocabulary, rows.dtype, rows, top_k)
+    return ConvolvedReader(**held, taps_of_kernel=taps, channels=channels)
+
+
+def select(backbone: DFlashReader, top_k: int) -> DFlash2Reader:
+    """Return the reader of a draft whose weights, the selector's too, the reader of its backbone holds."""
+    return DFlash2Reader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, top_k)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
-from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_keys import require
 from draftworks.strategies.dflash.export import ZlabDFlash, drop_head_keys, read_head_settings
+from draftworks.strategies.dflash2.export import CONVOLUTION_SIZES, list_convolution_tensors, read_sizes
 from draftworks.strategies.lilicorr.options import default_lattice_size
 
 CLASS_NAME = "LiLiCorrDraftModel"
@@ -30,7 +30,6 @@ _KEYS = {
     "vector_eps": "vector_eps",
 }
 """What our options are called behind `lilicorr_`."""
-_CONVOLUTION = ("conv_kernel_size", "conv_group_size")
 _MODELOPT_NAMES = {
     "feature_mlp.0.": "feature_norm.",
     "feature_mlp.1.": "feature_mlp.up_proj.",
@@ -58,7 +57,7 @@ class SglangLiLiCorr(ZlabDFlash):
         options = _leave_out_default_widths(
             {option: getattr(draft.options, option) for option in _KEYS}, backbone.hidden_size
         )
-        return replace(backbone, options={**backbone.options, **options})
+        return replace(backbone, options={**backbone.options, **options, **_build_convolution_keys(draft)})
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         config, shape = super().build_config(draft, dtype), self.derive_shape(draft)
@@ -67,6 +66,7 @@ class SglangLiLiCorr(ZlabDFlash):
             "projector_type": "lilicorr",
             "lilicorr_enabled": True,
             **{f"lilicorr_{key}": options[option] for option, key in _KEYS.items()},
+            **_build_convolution_keys(draft),
         }
         return {**config, "architectures": [CLASS_NAME]}
 
@@ -76,25 +76,26 @@ class SglangLiLiCorr(ZlabDFlash):
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json: dflash_config"
         keys = [f"lilicorr_{key}" for key in _KEYS.values()]
-        settings = read_head_settings(config, [*keys, *_CONVOLUTION], where)
-        convolutions = [key for key in _CONVOLUTION if settings.get(key)]
-        if convolutions:
-            raise ConfigError(f"{where}: {', '.join(convolutions)}: LiLiCorr drafts here have no convolutions")
-        dropped = [*keys, "lilicorr_enabled", "projector_type", *_CONVOLUTION]
+        settings = read_head_settings(config, [*keys, *CONVOLUTION_SIZES], where)
+        dropped = [*keys, "lilicorr_enabled", "projector_type", *CONVOLUTION_SIZES]
         backbone = super().read_shape(drop_head_keys(config, dropped), target)
         options = {option: require(settings, f"lilicorr_{key}", where) for option, key in _KEYS.items()}
         # 0 is how a reranker as wide as the target is written.
         options["lattice_size"] = options["lattice_size"] or backbone.hidden_size
         options = _leave_out_default_widths(options, backbone.hidden_size)
+        if any(settings.get(size) for size in CONVOLUTION_SIZES):
+            options |= read_sizes(settings, backbone.hidden_size, where, CONVOLUTION_SIZES)
         return replace(backbone, options={**backbone.options, **options})
 
     def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
         return {name.removeprefix(_BACKBONE): tensor for name, tensor in draft.weights.items()}
 
     def list_expected_tensors(self, shape: DraftShape) -> Shapes:
-        return super().list_expected_tensors(shape) | {
-            f"{_HEAD}{name}": size for name, size in _list_lattice_tensors(shape).items()
-        }
+        names = {f"{_HEAD}{name}": size for name, size in _list_lattice_tensors(shape).items()}
+        if shape.options.get("conv_kernel_size") is not None:
+            taps, group = (shape.options[size] for size in CONVOLUTION_SIZES)
+            names |= list_convolution_tensors(shape.num_layers, shape.hidden_size, taps, group)
+        return {**super().list_expected_tensors(shape), **names}
 
     def to_canonical_name(self, name: str) -> str:
         name = super().to_canonical_name(name)
@@ -103,6 +104,11 @@ class SglangLiLiCorr(ZlabDFlash):
         for other, ours in _MODELOPT_NAMES.items():
             name = name.replace(other, ours)
         return name
+
+
+def _build_convolution_keys(draft: CanonicalDraft) -> dict[str, int]:
+    sizes = {size: getattr(draft.options, size) for size in CONVOLUTION_SIZES}
+    return {} if draft.options.conv_kernel_size is None else sizes
 
 
 def _resolve_widths(options: Mapping[str, Any], hidden_size: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from draftworks.strategies.dflash.options import (
     choose_dflash_taps,
     refuse_anchored_windows,
 )
+from draftworks.strategies.dflash2.options import check_groups, check_kernel
 
 SERVED_CANDIDATES = (1, 2, 4, 8, 16)
 WIDEST_DEFAULT = 1024
@@ -28,8 +29,9 @@ class LiLiCorrOptions(DFlashOptions):
     structural = (
         *DFlashOptions.structural,
         *("candidate_topk", "lattice_size", "lattice_layers", "lattice_heads", "lattice_mlp_ratio"),
-        *("factor_dim", "logit_scale", "vector_eps"),
+        *("factor_dim", "logit_scale", "vector_eps", "conv_kernel_size", "conv_group_size"),
     )
+    added = (*DFlashOptions.added, "conv_kernel_size", "conv_group_size")
 
     candidate_topk: int = Field(
         default=8, ge=1, le=64, description="Candidates at each place of a block. Servers take 1, 2, 4, 8 or 16."
@@ -60,6 +62,21 @@ class LiLiCorrOptions(DFlashOptions):
         default=0.25, ge=0, description="Weight of the expected gap of the target's logits to what would be chosen."
     )
 
+    conv_kernel_size: int | None = Field(
+        default=None, ge=1, description="Taps of the convolutions around each sublayer; DFlash 2 has 2. Default none."
+    )
+    conv_group_size: int | None = Field(
+        default=None, ge=1, description="Neighbouring channels with the same dynamic kernel; DFlash 2 has 16."
+    )
+
+    @model_validator(mode="after")
+    def _convolutions_are_whole(self) -> LiLiCorrOptions:
+        if (self.conv_kernel_size is None) != (self.conv_group_size is None):
+            raise ValueError("conv_kernel_size and conv_group_size: set both, or none for layers without convolutions")
+        if self.conv_kernel_size is not None:
+            check_kernel(self.conv_kernel_size, self.block_size)
+        return self
+
     @model_validator(mode="after")
     def _reranker_learns(self) -> LiLiCorrOptions:
         if self.ce_weight == self.margin_weight == self.penalty_weight == 0:
@@ -89,8 +106,10 @@ def default_lattice_size(hidden_size: int) -> int:
 
 
 def check_lilicorr(options: LiLiCorrOptions, target: TargetSizes) -> None:
-    """Raise ConfigError for what DFlash refuses, and for more candidates than the target has tokens."""
+    """Raise ConfigError for what DFlash refuses, channels that are not whole groups, or more candidates than tokens."""
     check_dflash(options, target)
+    if options.conv_group_size is not None:
+        check_groups(options.strategy, options.conv_group_size, target.hidden_size)
     if options.candidate_topk > target.vocab_size:
         raise ConfigError(
             f"lilicorr: candidate_topk {options.candidate_topk}: the target has {target.vocab_size} tokens only"

@@ -18,6 +18,7 @@ from draftworks.export.readers.files import DraftVocabulary, ExportFolder
 from draftworks.export.readers.reader import ExportReader, Features, TargetTensors
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.reader import DFlashReader, read_zlab
+from draftworks.strategies.dflash2.reader import convolve
 
 LAYER_NORM_EPS = 1e-5
 """The default of torch's LayerNorm, which no config names."""
@@ -132,6 +133,9 @@ class LiLiCorrReader(ExportReader):
 def read_sglang_lilicorr(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> LiLiCorrReader:
     """Read a draft as SGLang does."""
     backbone = read_zlab(folder, target, dtype, "sglang_lilicorr", first_row=1)
+    if "layers.0.attention_conv.base_kernel" in backbone.weights:
+        taps, channels = (folder.require_setting(f"dflash_config.conv_{size}_size") for size in ("kernel", "group"))
+        backbone = convolve(backbone, taps, channels)
 
     def setting(name: str):
         return folder.require_setting(f"dflash_config.lilicorr_{name}")

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
+from draftworks.drafts.attention import Window
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.dflash.block_drafter import BlockDrafter
 from draftworks.strategies.dflash.drafter import DFlashDrafter
+from draftworks.strategies.dflash.model import DFlashLayer, DFlashSizes
 from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.dflash2.layers import DFlash2Layer
 from draftworks.strategies.lilicorr.lattice import LatticeSizes
 from draftworks.strategies.lilicorr.loss import LiLiCorrObjective
 from draftworks.strategies.lilicorr.model import LiLiCorrDraft
@@ -58,6 +61,14 @@ class LiLiCorrStrategy(DFlashStrategy):
         )
         generator = torch.Generator().manual_seed(derive_sample_seed(seed, "lattice"))
         self.model = LiLiCorrDraft(self.backbone, sizes, generator)
+
+    def make_layer(
+        self, target: TargetParts, sizes: DFlashSizes, window: Window | None, generator: torch.Generator
+    ) -> DFlashLayer:
+        taps, group_size = self.options.conv_kernel_size, self.options.conv_group_size
+        if taps is None:
+            return super().make_layer(target, sizes, window, generator)
+        return DFlash2Layer(target, sizes, window, generator, taps, group_size)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Return the sums that the class describes. In training, the anchors depend on the step of `ctx`."""

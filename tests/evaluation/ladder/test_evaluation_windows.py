@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from ladder_toys import LADDER_DRAFTS, TAPS, TTT, Answers, Ladder, Sample, build_ladder, dflash, greedy_answers
+from ladder_toys import (
+    LADDER_DRAFTS,
+    TAPS,
+    TTT,
+    Answers,
+    Ladder,
+    Sample,
+    build_ladder,
+    dflash,
+    greedy_answers,
+    lilicorr,
+)
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.strategy import DraftStrategy
@@ -32,9 +43,13 @@ def anchored(parts: TargetParts, samples: list[Sample], **options: Any) -> Draft
     return dflash(parts, samples, sliding_window_kind="anchor", **options)
 
 
+def convolved(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
+    return lilicorr(parts, samples, conv_kernel_size=2, conv_group_size=16, **options)
+
+
 @pytest.mark.parametrize(
     "make",
-    [*LADDER_DRAFTS, anchored],
+    [*LADDER_DRAFTS, anchored, convolved],
     ids=lambda make: make.__name__,
 )
 def test_the_walk_equals_the_real_loop_and_one_that_ignores_the_window_does_not(

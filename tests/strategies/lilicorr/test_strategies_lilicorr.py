@@ -8,9 +8,10 @@ import pytest
 import torch
 from block_reference import Sums, lilicorr_sums
 from dflash_toys import MASKS, OPTIONS, anchors_drawn, gradients, sample, side_by_side
-from draft_toys import VOCAB
+from draft_toys import HIDDEN, VOCAB
 from reference_readers import lilicorr_reader, propose_greedily
 
+from draftworks.config.strategies import TargetSizes
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, StoreError
@@ -18,11 +19,12 @@ from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
 from draftworks.strategies.lilicorr.lattice import Candidates, LatticeScores
 from draftworks.strategies.lilicorr.loss import follow_labels
-from draftworks.strategies.lilicorr.options import LiLiCorrOptions
+from draftworks.strategies.lilicorr.options import LiLiCorrOptions, check_lilicorr
 from draftworks.strategies.lilicorr.strategy import LiLiCorrStrategy
 
 LATTICE = {"candidate_topk": 32, "lattice_size": 8, "lattice_heads": 2, "factor_dim": 6}
 """Of 40 tokens, so that random labels are mostly candidates."""
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 4}
 STREAMS = ("hf1", "hf3", "hf6", "last")
 NAMES = ["a", "b", "c"]
 TRAINING = StepContext(5, 20, training=True)
@@ -57,6 +59,7 @@ def expected_sums(strategy: LiLiCorrStrategy, batch) -> list[Sums]:
         {"weighting": "dpace", "margin_weight": 0.7, "margin": 0.5, "penalty_weight": 0.0},
         {"objective_chunk_blocks": 1, "sliding_window": 3, "lattice_size": None, "candidate_topk": 8},
         {"candidate_topk": 1, "lattice_layers": 1},
+        {"conv_kernel_size": 3, "conv_group_size": 4, "sliding_window": 4, "sliding_layers": [1]},
     ],
     ids=str,
 )
@@ -70,7 +73,7 @@ def test_loss_and_gradients_are_those_of_the_reader(make, options):
     names, weights = zip(*strategy.model.named_parameters())
     wanted = torch.autograd.grad(loss, weights, materialize_grads=True)
     for name, gradient in zip(names, wanted):
-        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6 * max(1, float(gradient.norm())))
     if options.get("candidate_topk", 32) == 32:
         assert all(found[name].any() for name in names), "every weight learns"
 
@@ -118,11 +121,22 @@ def test_sums_do_not_depend_on_batching_order_or_padding(make, loss, weighting):
         torch.testing.assert_close(total, sum(part.metric_sums[name] for part in parts))
 
 
-def test_the_backbone_begins_as_dflash(parts):
-    strategy = LiLiCorrStrategy(LiLiCorrOptions(**OPTIONS | LATTICE), parts, None, seed=3)
+@pytest.mark.parametrize("options", [{}, CONVOLVED], ids=str)
+def test_the_backbone_begins_as_dflash(parts, options):
+    """Its convolutions are the identity then."""
+    strategy = LiLiCorrStrategy(LiLiCorrOptions(**OPTIONS | LATTICE | options), parts, None, seed=3)
     dflash = DFlashStrategy(DFlashOptions(**OPTIONS), parts, None, seed=3)
     backbone = strategy.model.backbone.state_dict()
     assert all(torch.equal(weight, backbone[name]) for name, weight in dflash.model.state_dict().items())
+    batch = dflash.collate(SAMPLES, NAMES)
+    rows = batch["loss_mask"].bool()
+    proposed = [each.backbone.propose(batch["input_ids"], batch["features"], rows, 3) for each in (strategy, dflash)]
+    assert torch.equal(*proposed)
+
+
+def test_an_identity_is_that_from_before_there_were_convolutions():
+    plain, convolved = (LiLiCorrOptions(**OPTIONS, **more).to_identity() for more in ({}, CONVOLVED))
+    assert convolved == {**plain, **CONVOLVED}
 
 
 def test_one_candidate_proposes_what_the_backbone_does(make):
@@ -133,7 +147,9 @@ def test_one_candidate_proposes_what_the_backbone_does(make):
     assert torch.equal(strategy.propose(batch, rows, 3), alone)
 
 
-@pytest.mark.parametrize("options", [{}, {"candidate_topk": 4, "sliding_window": 4, "sliding_layers": [0]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"candidate_topk": 4, "sliding_window": 4, "sliding_layers": [0]}, CONVOLVED], ids=str
+)
 def test_proposals_are_the_readers_first_choices(make, options):
     strategy = make(**options)
     batch = strategy.collate(SAMPLES, NAMES)
@@ -195,10 +211,15 @@ def test_bad_input_is_refused(make):
         make(lattice_size=9)
     with pytest.raises(ConfigError, match="lilicorr: mask_token_id 40"):
         make(mask_token_id=VOCAB)
+    sizes = TargetSizes(num_layers=8, hidden_size=HIDDEN, vocab_size=VOCAB, max_length=64)
+    with pytest.raises(ConfigError, match="lilicorr: conv_group_size 5 does not divide the target's hidden_size"):
+        check_lilicorr(LiLiCorrOptions(**OPTIONS | LATTICE | {"conv_kernel_size": 2, "conv_group_size": 5}), sizes)
     for bad, message in (
         ({"ce_weight": 0, "penalty_weight": 0}, "the reranker would stay random"),
         ({"vector_eps": 0.5}, "vector_eps"),
         ({"candidate_topk": 0}, "candidate_topk"),
+        ({"conv_kernel_size": 2}, "set both, or none"),
+        ({"conv_kernel_size": 7, "conv_group_size": 4}, "conv_kernel_size 7 is more than block_size"),
     ):
         with pytest.raises(ValueError, match=message):
             LiLiCorrOptions(**OPTIONS | LATTICE | bad)
