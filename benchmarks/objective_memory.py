@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 import typer
 from peak_memory import peak_bytes
-from train_step import MAKERS, Case, prepare
+from train_step import STRATEGIES, Case, prepare
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.drafts.strategy import StepContext, StepOutput
@@ -51,7 +51,7 @@ class Result:
 
 
 def main(
-    strategies: Annotated[list[str], typer.Option()] = list(MAKERS),  # noqa: B006
+    strategies: Annotated[list[str], typer.Option()] = list(STRATEGIES),  # noqa: B006
     samples: Annotated[list[int], typer.Option()] = [4, 8],  # noqa: B006
     vocab: Annotated[list[int], typer.Option(help="Of the target; a reduced one is a quarter.")] = [8192, 16384],  # noqa: B006
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 256,

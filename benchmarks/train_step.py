@@ -3,9 +3,7 @@
     python benchmarks/train_step.py                              # EAGLE-3: 1024x1 and 512x4, one thread, fp32
     python benchmarks/train_step.py 2048x1 --ttt 3
     python benchmarks/train_step.py 1024x4 --strategy dflash     # 2 layers, blocks of 8, 64 anchors per sample
-    python benchmarks/train_step.py 1024x4 --strategy domino     # as dflash, with a correction of rank 32 by a GRU of 64
-    python benchmarks/train_step.py 1024x4 --strategy peagle     # 4 layers, 8 depths
-    python benchmarks/train_step.py 1024x4 --strategy dspark     # as dflash, with a Markov head of rank 32, confidences
+    python benchmarks/train_step.py 1024x4 --strategy domino     # any of STRATEGIES, with the options there
 
 Every size runs in a process of its own, for its peak memory. Features are random, so the loss means nothing. The target's
 head is scaled down outside the draft vocabulary, so every teacher token is inside and no position is left out.
@@ -30,8 +28,8 @@ from pydantic import TypeAdapter
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from draftworks.data.vocab import VocabMapping
-    from draftworks.drafts.strategy import DraftStrategy
+    from draftworks.config.strategies import StrategyOptions
+    from draftworks.drafts.strategy import DraftStrategy, StepOutput
     from draftworks.drafts.target_parts import TargetParts
     from draftworks.features.contracts import TrainBatch
 
@@ -107,7 +105,7 @@ def measure(case: Case) -> Result:
 
     torch.set_num_threads(case.threads)
     strategy, batch = prepare(case)
-    optimizer = torch.optim.AdamW(strategy.model.parameters(), lr=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(strategy.model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     wall, cpu = [], []
     for _ in range(case.warm_up + case.steps):
         begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -136,7 +134,7 @@ def prepare_samples(case: Case) -> tuple[DraftStrategy, list[dict[str, Tensor]]]
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    strategy = MAKERS[case.strategy](case, made_up_target(case, generator))
+    strategy = made_up_draft(case, made_up_target(case, generator))
     samples = []
     for _ in range(case.batch):
         sample = {n: torch.randn(case.length, case.hidden, generator=generator) for n in strategy.feature_names}
@@ -168,71 +166,65 @@ def made_up_target(case: Case, generator: Generator) -> TargetParts:
     )
 
 
-def eagle3(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.strategies.eagle3.options import Eagle3Options
-    from draftworks.strategies.eagle3.strategy import Eagle3Strategy
-
-    options = Eagle3Options(ttt_length=case.ttt, draft_vocab_size=case.draft_vocab, loss=case.loss)
-    return Eagle3Strategy(options, target, _first_tokens(case), seed=0)
-
-
-def _first_tokens(case: Case) -> VocabMapping:
-    """Return a reduced vocabulary of the lowest ids."""
+def made_up_draft(case: Case, target: TargetParts) -> DraftStrategy:
+    """Return the case's draft; a reduced vocabulary is of the lowest ids."""
     import numpy as np
 
+    from draftworks.config.strategies import resolve_strategy
     from draftworks.data.vocab import VocabMapping
 
-    return VocabMapping(np.zeros(case.draft_vocab, np.int64), np.arange(case.vocab) < case.draft_vocab)
+    spec, vocabulary = resolve_strategy(case.strategy), None
+    if spec.uses_vocab_mapping:
+        vocabulary = VocabMapping(np.zeros(case.draft_vocab, np.int64), np.arange(case.vocab) < case.draft_vocab)
+    return spec.load_factory()(made_up_options(case), target, vocabulary, 0)
 
 
-def dflash(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.strategies.dflash.options import DFlashOptions
-    from draftworks.strategies.dflash.strategy import DFlashStrategy
+def made_up_options(case: Case) -> StrategyOptions:
+    """Return the case's options of its strategy."""
+    from draftworks.config.strategies import resolve_strategy
 
-    options = DFlashOptions(block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss)
-    return DFlashStrategy(options, target, None, seed=0)
-
-
-def domino(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.strategies.domino.options import DominoOptions
-    from draftworks.strategies.domino.strategy import DominoStrategy
-
-    options = DominoOptions(
-        block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss, emb_dim=32, gru_hidden_dim=64
-    )
-    return DominoStrategy(options, target, None, seed=0)
+    spec = resolve_strategy(case.strategy)
+    wanted = {
+        "loss": case.loss,
+        "draft_vocab_size": case.draft_vocab,
+        "ttt_length": case.ttt,
+        **STRATEGIES[case.strategy],
+    }
+    known = {name: value for name, value in wanted.items() if name in spec.options.model_fields}
+    return spec.parse_options(known, where=f"options of {case.strategy}")
 
 
-def dspark(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.strategies.dspark.options import DSparkOptions
-    from draftworks.strategies.dspark.strategy import DSparkStrategy
-
-    options = DSparkOptions(block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss, markov_rank=32)
-    return DSparkStrategy(options, target, None, seed=0)
-
-
-def peagle(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.strategies.peagle.options import PEagleOptions
-    from draftworks.strategies.peagle.strategy import PEagleStrategy
-
-    options = PEagleOptions(draft_vocab_size=case.draft_vocab, loss=case.loss)
-    return PEagleStrategy(options, target, _first_tokens(case), seed=0)
-
-
-MAKERS = {"eagle3": eagle3, "dflash": dflash, "domino": domino, "peagle": peagle, "dspark": dspark}
+BLOCKS = {"block_size": 8, "num_anchors": 64, "num_layers": 2, "num_taps": 3}
+STRATEGIES: dict[str, dict[str, int]] = {
+    "eagle3": {},
+    "peagle": {},
+    "dflash": BLOCKS,
+    "domino": {**BLOCKS, "emb_dim": 32, "gru_hidden_dim": 64},
+    "dspark": {**BLOCKS, "markov_rank": 32},
+    "dflash2": {**BLOCKS, "selector_rank": 32},
+    "lilicorr": {**BLOCKS, "lattice_size": 64},
+    "xpress": {**BLOCKS, "refiner_rank": 32},
+}
+"""Options by strategy, beside those of a `Case`. MTP's draft is a part of the target's own files."""
 
 
 def train_step(strategy: DraftStrategy, batch: TrainBatch, optimizer) -> None:
-    """Run an optimizer step of one micro-batch, at a step where both losses of Domino have the same weight."""
+    """Run an optimizer step of one micro-batch."""
     import torch
 
+    take_gradients(strategy, batch)
+    torch.nn.utils.clip_grad_norm_(strategy.model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def take_gradients(strategy: DraftStrategy, batch: TrainBatch) -> StepOutput:
+    """Run forward and backward of the mean loss, at a step where both losses of Domino have the same weight."""
     from draftworks.drafts.strategy import StepContext
 
     output = strategy.forward_loss(batch, StepContext(global_step=1, total_steps=4, training=True))
     (output.loss_sum / output.loss_weight).backward()
-    torch.nn.utils.clip_grad_norm_(strategy.model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
+    return output
 
 
 def peak_rss_mb() -> float:

@@ -1,0 +1,252 @@
+"""Where the time of a training step goes, and what share of the core's own rate of matrix products it reaches.
+
+    python benchmarks/step_time.py                                # every strategy at 1024x1, 512x4, 1024x4
+    python benchmarks/step_time.py 512x4 --strategies eagle3
+
+Whole steps (forward, backward, clipping, fused AdamW, one thread, fp32) take turns with a large square product, by
+processor time. A dispatch mode then times every operator of forward and backward by itself: products of matrices,
+attention, and the rest, which are passes over memory. What a step takes beyond them and the optimizer is overhead of
+Python and autograd. Every product is timed again alone, at its shapes and strides.
+
+What can be reached is what a step would take with its products as fast as alone, its attention and optimizer as they
+are, one copy of every product's result in place of all other passes, and no overhead.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from gpu_cases import Shape
+from gpu_flops import FORMULAS, Work
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from train_step import STRATEGIES, Case, made_up_options, prepare_samples, take_gradients
+
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.mv, aten.addmv)
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten.bmm,
+    aten.baddbmm,
+    aten.baddbmm_,
+)
+"""Fused kernels, and batched products, which are scores and weighted sums."""
+SQUARE = 2048
+"""Rows and columns of the large product; of 2·n³ operations."""
+COPIED = 2**20
+"""Numbers in the copy that stands for a pass over memory: as many as a chunk of logits has."""
+ALONE_SECONDS = 0.02
+"""Processor time that a product is repeated for, at least."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of processor time of one step, medians over the steps, and rates.
+
+    Attributes:
+        spread: half of the range between the quartiles of `step_ms`, as a share of it.
+        products_alone_ms: of the same products, one after another and nothing in between.
+        passes_least_ms: of one copy of every product's result.
+        gflop: what must be computed, see gpu_flops.py.
+        sgemm_gflops: rate of the large square product, per second.
+    """
+
+    size: str
+    strategy: str
+    step_ms: float
+    spread: float
+    products_ms: float
+    products_alone_ms: float
+    attention_ms: float
+    passes_ms: float
+    passes_least_ms: float
+    optimizer_ms: float
+    overhead_ms: float
+    gflop: float
+    sgemm_gflops: float
+
+    @property
+    def reached(self) -> float:
+        """Share of the square product's rate that the step reaches."""
+        return self._share(self.step_ms)
+
+    @property
+    def reachable(self) -> float:
+        """Share that it would reach as the top of this module says."""
+        least = self.products_alone_ms + self.attention_ms + self.passes_least_ms + self.optimizer_ms
+        return self._share(least)
+
+    def _share(self, milliseconds: float) -> float:
+        return self.gflop / (milliseconds / 1e3) / self.sgemm_gflops
+
+
+def main(
+    sizes: Annotated[list[str], typer.Argument(help="LENGTHxBATCH each.")] = ["1024x1", "512x4", "1024x4"],  # noqa: B006
+    strategies: Annotated[list[str], typer.Option()] = list(STRATEGIES),  # noqa: B006
+    steps: int = 7,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here too.")] = None,
+) -> None:
+    """Measure every strategy at every size; prints a table of milliseconds."""
+    rows = measure(sizes, strategies, steps)
+    print(table(rows))
+    print(f"load {os.getloadavg()[0]:.1f}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    if json_file is not None:
+        lines = [{**asdict(row), "reached": row.reached, "reachable": row.reachable} for row in rows]
+        json_file.write_text(json.dumps(lines, indent=1) + "\n")
+
+
+def measure(sizes: Sequence[str], strategies: Sequence[str], steps: int) -> list[StepTime]:
+    """Return a row per size and strategy."""
+    torch.set_num_threads(1)
+    cases = [Case(*map(int, size.split("x")), strategy=name) for size in sizes for name in strategies]
+    return [measure_case(case, steps) for case in cases]
+
+
+def measure_case(case: Case, steps: int, square: int = SQUARE) -> StepTime:
+    """Return the row of one case."""
+    strategy, samples = prepare_samples(case)
+    batch = strategy.collate(samples, [str(i) for i in range(case.batch)])
+    optimizer = BF16Optimizer(dict(strategy.model.named_parameters()), LrSchedule(1e-4, 100, "constant"))
+    output = take_gradients(strategy, batch)
+    optimizer.step()
+    large = torch.randn(square, square)
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    clocks = [OperatorClock() for _ in range(steps)]
+    for clock in clocks:
+        gradients = cpu_seconds(lambda: take_gradients(strategy, batch))
+        optimizing = cpu_seconds(optimizer.step)
+        with clock:
+            take_gradients(strategy, batch)
+        optimizer.step()
+        times["square"].append(cpu_seconds(lambda: large @ large))
+        times["step"].append(gradients + optimizing)
+        times["optimizer"].append(optimizing)
+        times["overhead"].append(gradients - sum(clock.seconds.values()))
+        for kind, seconds in clock.seconds.items():
+            times[kind].append(seconds)
+    found = {name: statistics.median(laps) for name, laps in times.items()}
+    quarter, _, three_quarters = statistics.quantiles(times["step"], n=4)
+    shape = Shape(
+        *(case.hidden, case.heads, case.kv_heads, case.hidden // case.heads, case.intermediate, case.vocab), layers=8
+    )
+    work = Work.of(samples, output.metric_sums["acc_denoms"].tolist())
+    flops = FORMULAS[case.strategy](shape, made_up_options(case), work).total
+    return StepTime(
+        size=f"{case.length}x{case.batch}",
+        strategy=case.strategy,
+        step_ms=found["step"] * 1e3,
+        spread=(three_quarters - quarter) / 2 / found["step"],
+        products_ms=found["products"] * 1e3,
+        products_alone_ms=sum(count * time_alone(each) for each, count in clocks[0].products.items()) * 1e3,
+        attention_ms=found["attention"] * 1e3,
+        passes_ms=found["passes"] * 1e3,
+        passes_least_ms=clocks[0].numbers_made * seconds_of_a_copied_number() * 1e3,
+        optimizer_ms=found["optimizer"] * 1e3,
+        overhead_ms=found["overhead"] * 1e3,
+        gflop=flops / 1e9,
+        sgemm_gflops=2 * square**3 / found["square"] / 1e9,
+    )
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes and strides of a float32 tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def draw(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride).normal_()
+
+
+@dataclass(frozen=True)
+class Product:
+    """An operator of `PRODUCTS` and its tensors."""
+
+    operator: Any
+    operands: tuple[Layout, ...]
+
+
+KINDS = ("products", "attention", "passes")
+
+
+class OperatorClock(TorchDispatchMode):
+    """Times the operators that torch dispatches, and keeps which products there were.
+
+    Attributes:
+        seconds: processor time, by the names of `KINDS`.
+        products: how often each was computed.
+        numbers_made: elements in the results of all products.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.products: Counter[Product] = Counter()
+        self.numbers_made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        operator = func.overloadpacket
+        kind = "products" if operator in PRODUCTS else "attention" if operator in ATTENTION else "passes"
+        begin = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        self.seconds[kind] += time.thread_time() - begin
+        if kind == "products":
+            layouts = (Layout(tuple(each.shape), each.stride()) for each in args if isinstance(each, Tensor))
+            self.products[Product(func, tuple(layouts))] += 1
+            self.numbers_made += result.numel()
+        return result
+
+
+@functools.cache
+def time_alone(product: Product) -> float:
+    """Return the median processor seconds of the product of random matrices."""
+    operands = [each.draw() for each in product.operands]
+    laps: list[float] = []
+    while len(laps) < 3 or sum(laps) < ALONE_SECONDS:
+        laps.append(cpu_seconds(lambda: product.operator(*operands)))
+    return statistics.median(laps)
+
+
+@functools.cache
+def seconds_of_a_copied_number() -> float:
+    source, to = torch.randn(COPIED), torch.empty(COPIED)
+    return statistics.median(cpu_seconds(lambda: to.copy_(source)) for _ in range(50)) / COPIED
+
+
+def table(rows: Sequence[StepTime]) -> str:
+    """Return the rows as Markdown; shares are of the square product's rate."""
+    head = "length x batch, strategy, step, spread, products, alone, attention, passes, least, optimizer, overhead"
+    columns = [*head.split(", "), "GFLOP", "of sgemm", "reachable"]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        numbers = [row.products_ms, row.products_alone_ms, row.attention_ms, row.passes_ms, row.passes_least_ms]
+        numbers += [row.optimizer_ms, row.overhead_ms, row.gflop]
+        cells = [row.size.replace("x", " x "), row.strategy, f"{row.step_ms:.0f}", f"{row.spread:.0%}"]
+        cells += [f"{number:.0f}" if number >= 10 else f"{number:.1f}" for number in numbers]
+        lines.append("| " + " | ".join([*cells, f"{row.reached:.2f}", f"{row.reachable:.2f}"]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    typer.run(main)
