@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,20 +49,53 @@ class CausalKernel(ABC):
         """
 
 
+PIECE = 128
+"""Queries that `CpuFlash` takes at a time."""
+
+
 class CpuFlash(CausalKernel):
-    """Flash attention of the CPU: any floating dtype, any head size."""
+    """Flash attention of the CPU: any floating dtype, any head size.
+
+    Keys go through the operator 512 at a time, and none are left out within these. So a piece of the queries attends to
+    the keys of its own positions, causally, and to all before them, without a mask; both are merged by log-sum-exp.
+    """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
-        return Attended(
-            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal=True)
-        )
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, sums = torch.empty_like(query), []
+        for at, before in _pieces(query.shape[2]):
+            own, lse = attend(query[:, :, at], key[:, :, at], value[:, :, at], 0.0, is_causal=True)
+            if before.stop:
+                earlier, lse_before = attend(query[:, :, at], key[:, :, before], value[:, :, before])
+                own_lse, lse = lse, torch.logaddexp(lse, lse_before)
+                own = torch.lerp(earlier.to(lse.dtype), own.to(lse.dtype), (own_lse - lse).exp_().unsqueeze(-1))
+            output[:, :, at] = own
+            sums.append(lse)
+        return Attended(output, torch.cat(sums, dim=2))
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
-        return Gradients(
-            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, key, value, attended.output, attended.lse, 0.0, True
-            )
-        )
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for at, before in _pieces(query.shape[2]):
+            rows = [x[:, :, at] for x in (grad, query)]
+            merged = (attended.output[:, :, at], attended.lse[:, :, at], 0.0)
+            own = Gradients(*backward(*rows, key[:, :, at], value[:, :, at], *merged, True))
+            d_query[:, :, at] = own.query
+            d_key[:, :, at] += own.key
+            d_value[:, :, at] += own.value
+            if before.stop:
+                both = (key[:, :, before], value[:, :, before])
+                earlier = Gradients(*backward(*rows, *both, *merged, False))
+                d_query[:, :, at] += earlier.query
+                d_key[:, :, before] += earlier.key
+                d_value[:, :, before] += earlier.value
+        return Gradients(d_query, d_key, d_value)
+
+
+def _pieces(length: int) -> Iterator[tuple[slice, slice]]:
+    """Yield `PIECE` positions at a time, and all before them."""
+    for start in range(0, max(length, 1), PIECE):
+        yield slice(start, min(start + PIECE, length)), slice(0, start)
 
 
 class CudaFlash(CausalKernel):

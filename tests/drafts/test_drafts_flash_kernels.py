@@ -12,6 +12,7 @@ from draftworks.drafts.documents import Documents
 from draftworks.drafts.flash_kernels import (
     CAUSAL_KERNELS,
     PACKED_KERNELS,
+    PIECE,
     Attended,
     ByDocument,
     CpuFlash,
@@ -49,6 +50,14 @@ def test_cuda_adapters_fit_the_declarations_of_their_operators(steps, kernel):
     assert output.shape == query.shape
     for grad, leaf in zip(torch.autograd.grad(output, moved, torch.empty_like(output)), moved, strict=True):
         assert grad.shape == leaf.shape
+
+
+@pytest.mark.parametrize("length", [PIECE, PIECE + 1, 2 * PIECE + 5])
+def test_causal_attention_in_pieces_is_that_of_the_whole(length):
+    size = (2, 2, 2, (length,), 4, 2)
+    found = outputs_and_gradients(fused_ttt_attention, size, torch.float64)
+    for one, other in zip(found, outputs_and_gradients(eager_ttt_attention, size, torch.float64), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 class LogSumExpAt(TorchDispatchMode):
