@@ -170,8 +170,9 @@ class _LatticeAttention(nn.Module):
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         joint = F.linear(x, self.in_proj_weight, self.in_proj_bias)
         query, key, value = joint.unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(x.dtype))
-        return self.out_proj(attended.transpose(1, 2).flatten(2))
+        # torch's own attention has no fused kernel for a bias that is trained, and its way without one is slower.
+        scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2) + bias.to(x.dtype)
+        return self.out_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
 
 
 class _Mlp(nn.Module):
@@ -184,10 +185,10 @@ class _Mlp(nn.Module):
         return self.down_proj(F.silu(self.up_proj(x)))
 
 
-def find_candidates(logits: Tensor, count: int) -> Candidates:
-    """Return the `count` best tokens of logits (n, s, V) in at least float32. Autograd records the log-probabilities."""
-    best = logits.topk(count, dim=-1)
-    return Candidates(best.indices, best.values - logits.logsumexp(-1, keepdim=True))
+def find_candidates(logits: Tensor, log_probs: Tensor, count: int) -> Candidates:
+    """Return the `count` best tokens of logits (n, s, V), with those of their log-probabilities (n, s, V)."""
+    best = logits.detach().topk(count, dim=-1).indices
+    return Candidates(best, log_probs.gather(-1, best))
 
 
 def _describe(log_probs: Tensor) -> Tensor:

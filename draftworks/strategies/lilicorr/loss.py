@@ -116,10 +116,11 @@ def lilicorr_losses(
         chunk: LatticeChunk, states: Tensor, context: Tensor, has_context: Tensor, last: Tensor, *parameters: Tensor
     ) -> LiLiCorrLosses:
         logits = at_least_float32(F.linear(states, head))  # (n, k, V)
-        ce = F.cross_entropy(logits.transpose(1, 2), chunk.labels, reduction="none")  # (n, k)
+        log_probs = logits.log_softmax(-1)
+        ce = -log_probs.gather(-1, chunk.labels[..., None])[..., 0]  # (n, k)
         counted = chunk.label_mask
         weights = objective.weigh(ce.detach() * counted, counted).to(ce.dtype)
-        candidates = find_candidates(logits, objective.candidates)
+        candidates = find_candidates(logits, log_probs, objective.candidates)
         chain = follow_labels(candidates, score(candidates, states, context, has_context, *parameters), chunk.labels)
         taught = chain.reachable & counted.all(1, keepdim=True)
         terms = _weigh_terms(chain, _target_gaps(last, head, candidates, chain.label_index), objective)
