@@ -38,7 +38,7 @@ def measure_size(program: Program, shape: TargetShape) -> float:
     return float(layers * shape.hidden_size**2)
 
 
-_HERE = "docs/benchmarks.md, the demo, one of two cores"
+_HERE = "the demo, on one of two cores of an AMD EPYC with AVX2"
 _START_CPU, _START_GPU = Estimate(4.0, 8.0, 20.0), Estimate(20.0, 60.0, 300.0)
 _ON_CPU: dict[Program, DocumentedRate] = {
     "regenerate": DocumentedRate(Estimate(2000, 4350, 6000), _START_CPU, _TINY, _HERE),
@@ -58,7 +58,7 @@ _ON_GPU: dict[Program, DocumentedRate] = {
         Estimate(2200, 6650, 20000), _START_GPU, _8B, "SpecForge #661: Domino, 6.5 samples of 1,024 tokens/s, one H200"
     ),
     "evaluate": DocumentedRate(
-        Estimate(200, 900, 4000), _START_GPU, _8B, "a seventh of the training's, as in the demo of docs/benchmarks.md"
+        Estimate(200, 900, 4000), _START_GPU, _8B, "a seventh of the training's, as in the demo"
     ),
     "export": DocumentedRate(Estimate.exactly(1.0), _START_GPU, _8B, "no figure: what starting a program takes"),
 }
