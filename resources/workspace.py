@@ -14,6 +14,7 @@ from draftworks.config.registry_files import CaptureSpec, DatasetSpec, TargetSpe
 from draftworks.config.run_files import StoreSpec, TargetFiles
 from draftworks.config.sglang import SGLangSpec
 from draftworks.data.sources import digest_dataset
+from draftworks.preflight.cached_examination import TARGET_CHECKS
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.legacy_stores import find_answers
@@ -24,6 +25,7 @@ from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import digest_training_data
+from draftworks.targets.weights import WEIGHT_CHECKS
 
 
 class Workspace(dg.ConfigurableResource):
@@ -50,12 +52,12 @@ class Workspace(dg.ConfigurableResource):
     @property
     def weight_checks(self) -> Path:
         """Folder of the verdicts of `check_target_weights`; keys are content."""
-        return self.var / "weight_checks"
+        return self.var / WEIGHT_CHECKS
 
     @property
     def target_checks(self) -> Path:
         """Folder of the verdicts of `examine_before_run`; keys are content."""
-        return self.var / "target_checks"
+        return self.var / TARGET_CHECKS
 
     def resolve_target_files(self, target: str) -> TargetFiles:
         """Return files, digests and shape of a target as they are now."""

@@ -18,7 +18,12 @@ from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import Registry
-from draftworks.targets.training_data import find_training_files, load_slice_plan, load_training_datasets
+from draftworks.targets.training_data import (
+    digest_datasets,
+    find_training_files,
+    load_slice_plan,
+    load_training_datasets,
+)
 from draftworks.targets.weights import check_target_weights
 from resources.dead_runs import release_dead_runs
 from resources.job_claims import is_taken_over
@@ -111,9 +116,7 @@ def describe_mix(target: TargetSpec, registry: Registry) -> dict[str, Any]:
 
 def read_data_versions(workspace: Workspace, target: TargetSpec) -> dict[str, str]:
     """Return the content digest of every data set of a target and of its eval sets, by name."""
-    registry = workspace.registry
-    names = dict.fromkeys([*target.training_datasets, *(registry.load_eval_set(name).dataset for name in target.evals)])
-    return {name: workspace.read_dataset_version(registry.load_dataset(name)) for name in names}
+    return digest_datasets(target, workspace.registry, workspace.digests)
 
 
 def require_sound_target(

@@ -16,22 +16,24 @@ from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import Registry
 
+TARGET_CHECKS = "target_checks"
+"""Folder of cached findings, in `var`."""
 REVISION = 2
 """Increased with each change that can alter the findings; cached ones of other revisions are ignored."""
 _LIBRARIES = ("draftworks", "torch", "transformers")
 
 
 def examine_before_run(
-    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], cache_folder: Path
+    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], cache_folder: Path | None
 ) -> tuple[Finding, ...]:
     """Return findings about a target's values, drafts and first data rows. Findings without an error are cached.
 
     Args:
         data: data version of every data set of the target and of its eval sets, by name.
-        cache_folder: folder of cached findings, keyed by the content of entry, files and data.
+        cache_folder: folder of cached findings, keyed by the content of entry, files and data; None caches nothing.
     """
-    path = _locate_cached(target, files, registry, data, cache_folder)
-    known = _read_cached(path)
+    path = None if cache_folder is None else _locate_cached(target, files, registry, data, cache_folder)
+    known = None if path is None else _read_cached(path)
     if known is not None:
         return known
     findings = Findings()
@@ -41,7 +43,7 @@ def examine_before_run(
 
     check_drafts(target, files, findings)
     check_sample(target, files, registry, findings)
-    if not findings.errors:
+    if path is not None and not findings.errors:
         publish_json(path, [asdict(each) for each in findings.found])
     return tuple(findings.found)
 

@@ -6,11 +6,13 @@ Torch-free to import: torch, transformers and pyarrow are imported only after th
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.sources import find_dataset_files
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.preflight.cached_examination import TARGET_CHECKS, examine_before_run
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.machine import check_machine
@@ -20,11 +22,17 @@ from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
-from draftworks.targets.weights import check_target_weights
+from draftworks.targets.training_data import digest_datasets
+from draftworks.targets.weights import WEIGHT_CHECKS, check_target_weights
 
 
-def examine_entry(name: str, registry: Registry, digests: FileDigests) -> tuple[Finding, ...]:
-    """Return all findings about a target of the registry. An invalid entry is a finding too, and does not raise."""
+def examine_entry(name: str, registry: Registry, digests: FileDigests, var: Path | None = None) -> tuple[Finding, ...]:
+    """Return all findings about a target of the registry. An invalid entry is a finding too, and does not raise.
+
+    Args:
+        var: folder of results, in which runs keep what they found out about files, drafts and data, by content; what is
+            known there is not found out again. None keeps nothing.
+    """
     findings = Findings()
     try:
         target = registry.load_target(name)
@@ -39,37 +47,50 @@ def examine_entry(name: str, registry: Registry, digests: FileDigests) -> tuple[
             findings.warning(f"{error}. Model, tokenizer and drafts were not checked")
         else:
             findings.error(str(error))
-    examine_target(target, files, registry, findings)
+    examine_target(target, files, registry, findings, digests, None if var is None else var / TARGET_CHECKS)
     if files is not None:
         with findings.collect_errors():
-            weights = check_target_weights(files, target.capture.backend)
+            weights = check_target_weights(files, target.capture.backend, None if var is None else var / WEIGHT_CHECKS)
             if weights.note is not None:
                 findings.warning(f"target {name}: {weights.note}")
     return tuple(findings.found)
 
 
-def examine_target(target: TargetSpec, files: TargetFiles | None, registry: Registry, findings: Findings) -> None:
+def examine_target(
+    target: TargetSpec,
+    files: TargetFiles | None,
+    registry: Registry,
+    findings: Findings,
+    digests: FileDigests,
+    cache_folder: Path | None,
+) -> None:
     """Add all findings about a target.
 
     Args:
         files: None if the target could not be resolved; then only entry, machine and data files are checked.
+        cache_folder: that of `examine_before_run`.
     """
-    check_values(target, findings)
     check_machine(target, registry, findings)
     sound_data = _check_data(target, registry, findings)
-    if files is None:
+    sound_entry = False
+    if files is not None:
+        try:
+            check_requirements(target, files, registry)
+            sound_entry = True
+        except DraftworksError as error:
+            findings.error(str(error))
+        for remark in list_sglang_remarks(target, files):
+            findings.warning(remark)
+    if files is not None and sound_entry and sound_data:
+        data = digest_datasets(target, registry, digests)
+        findings.found += examine_before_run(target, files, registry, data, cache_folder)
         return
-    try:
-        check_requirements(target, files, registry)
-    except DraftworksError as error:
-        findings.error(str(error))
-    else:
+    check_values(target, findings)
+    if files is not None and sound_entry:
         from draftworks.preflight.drafts import check_drafts
 
         check_drafts(target, files, findings)
-    for remark in list_sglang_remarks(target, files):
-        findings.warning(remark)
-    if sound_data:
+    if files is not None and sound_data:
         from draftworks.preflight.sample import check_sample
 
         check_sample(target, files, registry, findings)

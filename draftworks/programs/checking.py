@@ -36,17 +36,18 @@ def check(
     try:
         shared = found.find_shared_problems()
         names = target or found.list_targets()
-        digests = FileDigests(None if shared else found.resolve_var_folder() / "digests.json")
+        var = None if shared else found.resolve_var_folder()
+        digests = FileDigests(None if var is None else var / "digests.json")
         if not shared:
             shared += find_storage_problems(found, longest_wait_s=_LONGEST_WAIT_S)
         if not names:
             shared.append(f"{registry / 'targets'}: no target: expected a file NAME.yaml for each")
     except DraftworksError as error:
-        shared, names, digests = [str(error)], [], FileDigests()
+        shared, names, digests, var = [str(error)], [], FileDigests(), None
     checked: dict[str, tuple[Finding, ...]] = {}
     refused = find_refused_jobs(found, list_scheduler_users(found, names))
     for name in names:
-        entry = [*examine_entry(name, found, digests), *(Finding("error", text) for text in refused.get(name, ()))]
+        entry = [*examine_entry(name, found, digests, var), *(Finding("error", text) for text in refused.get(name, ()))]
         checked[name] = tuple(one for one in entry if one.text not in shared)
         if not as_json:
             _print_findings(name, checked[name])

@@ -57,6 +57,12 @@ def digest_training_data(target: TargetSpec, registry: Registry, digests: FileDi
     return digest(["mix", named, weights, *([target.mix.shares] if target.mix.shares else [])])
 
 
+def digest_datasets(target: TargetSpec, registry: Registry, digests: FileDigests) -> dict[str, str]:
+    """Return the content digest of every data set of a target and of its eval sets, by name."""
+    names = dict.fromkeys([*target.training_datasets, *(registry.load_eval_set(name).dataset for name in target.evals)])
+    return {name: digest_dataset(registry.load_dataset(name), registry.root, digests) for name in names}
+
+
 def identify_conversations(target: TargetSpec, dataset: str | None, vocab_size: int | None) -> ConversationsIdentity:
     """Return the identity of the conversations that are trained on and of `heldout`.
 

@@ -73,6 +73,10 @@ class Discrepancies:
         return bool(self.missing or self.unexpected or self.mismatched or self.broken)
 
 
+WEIGHT_CHECKS = "weight_checks"
+"""Folder of cached verdicts, in `var`."""
+
+
 def check_target_weights(target: TargetFiles, backend: str = "hf", cache_folder: Path | None = None) -> WeightsCheck:
     """Compare the names and shapes in a target's files with those of its model class. Reads headers, not weights.
 

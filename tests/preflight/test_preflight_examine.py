@@ -11,7 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from draftworks.drafts import weight_files
+from draftworks.preflight.examine import examine_entry
+from draftworks.preflight.findings import Finding
 from draftworks.programs.cli import app
+from draftworks.storage.identity import FileDigests
 
 
 def strategy(name: str, training: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -255,6 +258,20 @@ def test_a_registry_without_a_target_is_not_in_order(fleet):
     found = run(fleet)
     assert found.exit_code == 1
     assert "rename it to small.yaml" in found.output
+
+
+def test_what_is_known_of_the_same_content_is_not_found_out_again(fleet, tmp_path, monkeypatch):
+    def examine() -> tuple[Finding, ...]:
+        return examine_entry("small", fleet.registry, FileDigests(), tmp_path / "var")
+
+    first, looked = examine(), []
+    monkeypatch.setattr("draftworks.preflight.drafts.check_drafts", lambda *_: looked.append("drafts"))
+    monkeypatch.setattr("draftworks.targets.weights._check", lambda *_: looked.append("weights"))
+    assert examine() == first
+    assert not looked
+    fleet.write(max_length=95)
+    examine()
+    assert looked == ["drafts"]
 
 
 def test_entries_that_cannot_be_read_need_no_torch(fleet):
