@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -254,6 +255,4 @@ def _ratios(numerators: tuple[float, ...], denominators: tuple[float, ...]) -> t
 
 
 def _add(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
-    if not left or not right:
-        return left or right
-    return tuple(a + b for a, b in zip(left, right, strict=True))
+    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0.0))

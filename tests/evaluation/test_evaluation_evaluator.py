@@ -170,3 +170,9 @@ def _with_unequal_shares(rank: int) -> None:
 
 def test_ranks_with_unequal_and_empty_shares_agree(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, _with_unequal_shares)
+
+
+def test_sums_over_fewer_draft_positions_add_nothing_to_the_others() -> None:
+    two, three = (EvalResult(1.0, 1.0, 1, {"acc_corrects": (1.0,) * n}) for n in (2, 3))
+    assert (two + three).correct == (three + two).correct == (2.0, 2.0, 1.0)
+    assert (EvalResult.empty() + two).correct == two.correct

@@ -24,7 +24,7 @@ class Eagle3Options(LayerOptions, TeacherOptions):
     added = (
         *LayerOptions.added,
         *TeacherOptions.added,
-        *("norm_before_fc", "norm_before_residual", "sliding_window"),
+        *("norm_before_fc", "norm_before_residual", "sliding_window", "short_unroll"),
     )
 
     ttt_length: int = Field(
@@ -35,6 +35,13 @@ class Eagle3Options(LayerOptions, TeacherOptions):
         default=None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
     )
     step_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of step i's loss is step_decay ** i.")
+    short_unroll: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="First share of the training that unrolls two draft steps only, with the weight of all. A step takes half "
+        "the time there; what is learnt is mostly the same as in the later steps.",
+    )
     loss: Literal["token_mean", "specforge"] = Field(
         default="token_mean",
         description="Normalisation: by supervised tokens, or the reference's mean over all positions.",

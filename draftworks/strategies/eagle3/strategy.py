@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from draftworks.data.vocab import VocabMapping
 
 
+SHORT_UNROLL = 2
+"""Draft steps of a short unroll: the first, on the target's features, and one on the draft's own states."""
+
+
 class LossScaling(NamedTuple):
     """Weights by which the losses of a batch's steps are summed, and the weight of the batch among others.
 
@@ -92,9 +96,9 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         return mask_last_positions(tensors, layout) if self.options.loss == "specforge" else tensors
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """Return the sums that the class describes. The loss follows no schedule."""
+        """Return the sums that the class describes, in a short unroll those of its steps."""
         mask, documents = batch["loss_mask"], Documents.of(batch)
-        label_mask = self.chain_label_mask(mask, documents)
+        label_mask = self.chain_label_mask(mask, documents, self._count_steps(ctx))
         supervised = label_mask.sum(dim=(1, 2), dtype=torch.float64)
         scaling = self._scale_losses(supervised, mask.numel(), ctx.training)
         weights, objective = scaling.step_weights, self._objective(mask.numel())
@@ -105,23 +109,35 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         metric_sums = result.metric_sums(supervised, ctx) | loss_sums
         return StepOutput(result.loss, scaling.loss_weight.to(result.loss.dtype), metric_sums)
 
+    def _count_steps(self, ctx: StepContext) -> int:
+        """Return the number of draft steps to unroll."""
+        is_short = ctx.training and ctx.global_step < self.options.short_unroll * ctx.total_steps
+        return min(SHORT_UNROLL, self.options.ttt_length) if is_short else self.options.ttt_length
+
     def _scale_losses(self, supervised: Tensor, positions: int, training: bool) -> LossScaling:
-        """Return the scaling for (T,) supervised positions of each step, of B·S `positions` in the batch."""
+        """Return the scaling for (T,) supervised positions of each step, of B·S `positions` in the batch.
+
+        The weights of a short unroll have the sum of all, so that its end is no step in the loss.
+        """
+        unrolled = self._step_weights[: len(supervised)]
+        whole = sum(self._step_weights) / sum(unrolled)
+        step_weights = [weight * whole for weight in unrolled]
         if self.options.loss == "token_mean":
-            return LossScaling(self._step_weights, 1, supervised, supervised[0])
+            return LossScaling(step_weights, 1, supervised, supervised[0])
         batch_weight = 1 if training else positions
         # The LK losses are means over the batch already.
         divisor, each = (positions, 1) if self.options.objective == "ce" else (1, batch_weight)
         return LossScaling(
-            step_weights=[weight * batch_weight / divisor for weight in self._step_weights],
+            step_weights=[weight * batch_weight / divisor for weight in step_weights],
             metric_factor=each,
             denoms=torch.full_like(supervised, divisor * each),
             loss_weight=torch.full_like(supervised[0], batch_weight),
         )
 
-    def chain_label_mask(self, loss_mask: Tensor, documents: Documents) -> Tensor:
+    def chain_label_mask(self, loss_mask: Tensor, documents: Documents, steps: int | None = None) -> Tensor:
+        """As `ChainStrategy`, of `steps` draft steps; None: of all."""
         supervise = specforge_label_mask if self.options.loss == "specforge" else token_mean_label_mask
-        return supervise(loss_mask, self.options.ttt_length, documents)
+        return supervise(loss_mask, steps or self.options.ttt_length, documents)
 
     def drafter(self) -> Drafter:
         return Eagle3Drafter(self.model, self.tap_names)

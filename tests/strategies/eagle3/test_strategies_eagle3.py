@@ -191,6 +191,24 @@ def test_an_evaluation_in_specforges_mode_weighs_batches_by_their_positions(make
     assert result.avg_loss == pytest.approx(decayed, rel=1e-10), "its own losses by position say the same"
 
 
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+def test_a_short_unroll_trains_two_steps_with_the_weight_of_all(make_strategy, make_sample, loss):
+    samples = [make_sample(mask, seed, torch.float64) for seed, mask in enumerate(MASKS)]
+    whole, two, short = (
+        make_strategy(torch.float64, loss=loss, ttt_length=length, short_unroll=share)
+        for length, share in ((4, 0.0), (2, 0.0), (4, 0.5))
+    )
+    batch = short.collate(samples, ["a", "b", "c"])
+    begun, over = (short.forward_loss(batch, StepContext(step, 10, training=True)) for step in (4, 5))
+    decay = short.options.step_decay
+    weight = sum(decay**i for i in range(4)) / (1 + decay)
+    assert_close(begun.loss_sum, weight * run(two, samples).loss_sum, 1e-12)
+    assert begun.metric_sums["acc_denoms"].shape == (2,)
+    assert torch.equal(over.loss_sum, run(whole, samples).loss_sum)
+    evaluated = [each.forward_loss(batch, StepContext(0, 10, training=False)).loss_sum for each in (short, whole)]
+    assert torch.equal(*evaluated)
+
+
 def test_training_does_not_count_acceptance(make_strategy, make_sample):
     assert not any("acceptance" in name for name in run(make_strategy(), [make_sample(MASKS[0])]).metric_sums)
 
