@@ -98,10 +98,10 @@ class XPressLosses(NamedTuple):
     sampled: Tensor | None = None
 
 
-class _Pass(NamedTuple):
-    """What the labels of a chunk cost under one set of logits: `loss` with w; `cost` before w, and ½‖q - p‖₁, (l,) each."""
+class _Judged(NamedTuple):
+    """Of the labels of a chunk under each of P sets of logits: `ce`, `cost` before w, and ½‖q - p‖₁, (P, l) each."""
 
-    loss: Tensor
+    ce: Tensor
     cost: Tensor
     distance: Tensor
 
@@ -127,33 +127,38 @@ def xpress_losses(
     teacher, temperatures = Teacher(last, head), objective.temperatures
     distance_weight = objective.tv_weight * temperatures.loss_factor
 
-    def judge(chunk: BlockChunk, logits: Tensor, q: Tensor) -> _Pass:
-        logits = at_least_float32(logits)
-        log_p = logits.log_softmax(-1)
-        ce = F.nll_loss(log_p, chunk.labels, reduction="none")
+    def judge(chunk: BlockChunk, logits: Tensor, q: Tensor) -> _Judged:
+        log_p = logits.log_softmax(-1)  # (P, l, V)
+        ce = -log_p.gather(-1, chunk.labels.expand(len(logits), -1)[..., None])[..., 0]
         if temperatures.teacher != 1:
             log_p = soften(logits, temperatures.teacher).log_softmax(-1)
-        distance = (log_p.exp() - q).abs().sum(-1) / 2
-        cost = objective.ce_weight * ce + distance_weight * distance
-        return _Pass(torch.dot(chunk.label_weights(objective.weigh, ce), cost), cost, distance.detach())
+        distance = torch.linalg.vector_norm(log_p.exp() - q, ord=1, dim=-1) / 2
+        return _Judged(ce, objective.ce_weight * ce + distance_weight * distance, distance.detach())
+
+    def weighted(chunk: BlockChunk, judged: _Judged) -> Tensor:
+        """Return the loss of each set of logits, (P,)."""
+        weights = [chunk.label_weights(objective.weigh, ce) for ce in judged.ce]
+        return (torch.stack(weights) * judged.cost).sum(-1)
 
     def formula(
         chunk: BlockChunk, states: Tensor, narrow: Tensor, positions: Tensor, projection: Tensor
     ) -> XPressLosses:
-        base = F.linear(states, head)  # (l, V)
-        passes = [base.addmm(each, projection.T) for each in narrow.unbind(1)]
-        q = teacher.compute_distributions(positions, at_least_float32(base).dtype, temperatures.teacher)  # (l, V)
-        refined, *rounds = (judge(chunk, logits, q) for logits in passes)
-        loss = refined.loss
+        base = F.linear(states, head)[None]  # (1, l, V)
+        logits = at_least_float32(F.linear(narrow.transpose(0, 1).contiguous(), projection).add_(base))  # (P, l, V)
+        base = at_least_float32(base)
+        q = teacher.compute_distributions(positions, base.dtype, temperatures.teacher)  # (l, V)
+        judged = judge(chunk, logits, q)
+        refined, *rounds = weighted(chunk, judged).unbind()
+        loss = refined
         if rounds:
-            loss = loss + objective.consistency_weight / len(rounds) * torch.stack([one.loss for one in rounds]).sum()
+            loss = loss + objective.consistency_weight * torch.stack(rounds).mean()
         if objective.base_weight > 0:
-            loss = loss + objective.base_weight * judge(chunk, base, q).loss
-        likely = chunk.scatter((1 - refined.distance).clamp(0, 1))
-        hits, base_hits = (chunk.scatter(is_argmax(logits, chunk.labels)) for logits in (passes[0], base))  # (n, k)
+            loss = loss + objective.base_weight * weighted(chunk, judge(chunk, base, q)).sum()
+        hits, base_hits = (chunk.scatter(is_argmax(each[0], chunk.labels)) for each in (logits, base))  # (n, k)
+        likely = chunk.scatter((1 - judged.distance[0]).clamp(0, 1))
         return XPressLosses(
             loss=loss,
-            loss_sums=chunk.scatter(refined.cost).sum(0),
+            loss_sums=chunk.scatter(judged.cost[0]).sum(0),
             corrects=hits.sum(0),
             acceptance_sums=likely.sum(0),
             accepted=sum_prefix_lengths(hits, chunk.label_mask),
