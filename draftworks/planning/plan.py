@@ -82,6 +82,7 @@ class Plan:
         identity: digest of what is planned, see `identify_plan`. Figures of what exists are not in it.
         made_at: seconds since the epoch.
         own: the way that the target's entry asks for.
+        thinking_comparison: seconds of `compare_thinking`, which no other job makes; in no sum of this plan.
     """
 
     targets: tuple[str, ...]
@@ -92,6 +93,7 @@ class Plan:
     amounts: Mapping[str, Amount]
     ways: Mapping[Way, WayPlan]
     prices: PricesSpec | None = None
+    thinking_comparison: Estimate = NOTHING
 
     @property
     def chosen(self) -> WayPlan:
@@ -132,9 +134,7 @@ def make_plan(
             )
     settings = {name: target.strategies[name].training for name in chosen} | dict(trainings or {})
     amounts = count_amounts(subject)
-    ways: dict[Way, WayPlan] = {}
-    for way in WAYS:
-        ways[way] = _plan_way(StepPlanner(subject, amounts, way, chosen, settings, anew))
+    planners = {way: StepPlanner(subject, amounts, way, chosen, settings, anew) for way in WAYS}
     return Plan(
         targets=(target.name,),
         strategies=chosen,
@@ -142,8 +142,9 @@ def make_plan(
         made_at=time.time(),
         own=choose_way(target),
         amounts=amounts,
-        ways=ways,
+        ways={way: _plan_way(planner) for way, planner in planners.items()},
         prices=subject.registry.load_deployment().prices,
+        thinking_comparison=planners["stored"].estimate_thinking_comparison(),
     )
 
 
@@ -192,6 +193,7 @@ def add_plans(plans: Sequence[Plan]) -> Plan:
         amounts={f"{plan.targets[0]} {TRAIN}": plan.amounts[TRAIN] for plan in plans},
         ways=ways,
         prices=first.prices,
+        thinking_comparison=sum((plan.thinking_comparison for plan in plans), NOTHING),
     )
 
 

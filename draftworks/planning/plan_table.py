@@ -79,6 +79,7 @@ def build_json(plan: Plan, actual: Sequence[StepActual] = ()) -> dict[str, Any]:
         "registry_asks_for": plan.own,
         "data": data,
         "ways": ways,
+        "thinking_comparison_seconds": plan.thinking_comparison.to_json(),
         "actual": [
             {
                 "asset": each.step.asset,
@@ -102,6 +103,8 @@ def describe_beside(plan: Plan) -> list[str]:
             f"fp8: the registry does not ask for it. If it did, fp8_gate would come first: {format_seconds(gate)}, which is "
             "not in the table"
         )
+    if plan.thinking_comparison.high:
+        lines.append(f"compare_thinking: {format_seconds(plan.thinking_comparison)} if you run it, not in the table")
     if any(step.source.kind == "documented" for way in plan.ways.values() for step in way.steps):
         lines.append(
             "documented rates are of programs that had their machine to themselves: beside other work it takes longer"

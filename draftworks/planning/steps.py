@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from draftworks.config.capture import CaptureSpec
+from draftworks.config.mix import THINKING
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.strategies import resolve_strategy
 from draftworks.config.streaming import StreamingSpec
@@ -232,12 +233,10 @@ class StepPlanner:
         capture = self._find_rate("capture")
         seconds, source = capture.estimate_seconds(sample), capture.source
         plain = find_features(self.subject, self._tokens_result, self.subject.target.capture.as_plain())
-        heldout, runs = self.amounts[HELDOUT].tokens, 2 * gates.fp8_seeds
+        runs = 2 * gates.fp8_seeds
         for strategy in self.strategies:
-            train, evaluate = self._find_rate("train", strategy), self._find_rate("evaluate", strategy)
-            tokens = mean * (gates.fp8_steps * self.trainings[strategy].global_batch_size)
-            seconds += (train.estimate_seconds(tokens) + evaluate.estimate_seconds(heldout)) * runs
-            source = source.or_worse(train.source)
+            seconds += self._estimate_sample_training(strategy, gates.fp8_steps) * runs
+            source = source.or_worse(self._find_rate("train", strategy).source)
         return PlannedStep(
             asset=FP8_GATE,
             key=self._make_key(FP8_GATE, [self.subject.target.name, storage]),
@@ -250,6 +249,25 @@ class StepPlanner:
             if made or plain.exact
             else sample * count_token_bytes(self.subject, self.capture.as_plain()),
         )
+
+    def estimate_thinking_comparison(self) -> Estimate:
+        """Return the seconds of `compare_thinking`: captures of three sets, and trainings and reports on them with each
+        seed. Nothing for data without shares of both kinds."""
+        target = self.subject.target
+        settings, shares = target.comparison, target.mix.shares.get(THINKING, {}) if target.mix else {}
+        if not shares or not min(shares.values()):
+            return NOTHING
+        tokens = (self._train.tokens * min(shares.values())).cap(settings.tokens)
+        seconds = self._find_rate("capture").estimate_seconds(tokens) * 3
+        for strategy in self.strategies:
+            seconds += self._estimate_sample_training(strategy, settings.steps) * (3 * settings.seeds)
+        return seconds
+
+    def _estimate_sample_training(self, strategy: str, steps: int) -> Estimate:
+        """Return the seconds of a training of so many steps, and of its report."""
+        train, evaluate = self._find_rate("train", strategy), self._find_rate("evaluate", strategy)
+        tokens = count_mean_tokens(self._train) * (steps * self.trainings[strategy].global_batch_size)
+        return train.estimate_seconds(tokens) + evaluate.estimate_seconds(self.amounts[HELDOUT].tokens)
 
     def _plan_draft(self, strategy: str, leads: bool) -> Iterator[PlannedStep]:
         names, training = of_strategy(strategy), self.trainings[strategy]

@@ -61,6 +61,21 @@ def test_the_gate_of_fp8_is_a_row_where_the_entry_asks_for_fp8_and_a_line_where_
     assert step.seconds.value == pytest.approx(gate.value)
 
 
+def test_a_comparison_of_thinking_is_a_line_where_the_data_has_shares_of_both_kinds(tmp_path: Path):
+    target = PlannedTarget(tmp_path)
+    for on, expected in ((None, 0), (0, 0), (0.25, 1)):
+        shares = {} if on is None else {"shares": {"thinking": {"on": on, "off": 1 - on}}}
+        target.edit(mix=shares, responses={"mode": "regenerate", "max_new_tokens": 8}, comparison={"seeds": 2})
+        plan = target.plan()
+        lines = [line for line in describe_beside(plan) if line.startswith("compare_thinking: ")]
+        assert len(lines) == expected
+    assert format_seconds(plan.thinking_comparison) in lines[0]
+    assert add_plans([plan, plan]).thinking_comparison == plan.thinking_comparison * 2
+    target.edit(comparison={"seeds": 4})
+    more_seeds = target.plan().thinking_comparison
+    assert 1.5 * plan.thinking_comparison.value < more_seeds.value < 2 * plan.thinking_comparison.value
+
+
 def test_documented_rates_are_said_to_be_of_machines_with_nothing_beside(tmp_path: Path):
     plan = PlannedTarget(tmp_path).plan()
     assert "to themselves" in describe_beside(plan)[-1]
