@@ -25,8 +25,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from figures import Aim, format_table, print_aims, summarize
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from draftworks.capture.answers.regenerate import regenerate
 from draftworks.capture.engine import Generated
@@ -115,7 +114,7 @@ def measure(folder: Path, conversations: int, turns: int) -> Turns:
     asked: dict[str, list[Any]] = {}
     for kind in ANSWERS:
         answer(kind, 0)
-        asked[kind] = [_pad(batch, left=True) for batch in engine.take_batches(ANSWERS[kind].batch_size)]
+        asked[kind] = [_pad(batch, left=True) for batch in engine.take_batches()]
     capture_all(0)
     forwards = [_pad(batch, left=False) for batch in engine.take_batches()]
     model = engine.model
@@ -162,7 +161,7 @@ class _RecordingEngine(HFTargetEngine):
         super().__init__(*args)
         self._batches: list[Sequence[Sequence[int]]] = []
 
-    def take_batches(self, size: int | None = None) -> list[Sequence[Sequence[int]]]:
+    def take_batches(self) -> list[Sequence[Sequence[int]]]:
         """Return the batches since the last call."""
         taken, self._batches = self._batches, []
         return taken
@@ -196,7 +195,7 @@ def _pad(sequences: Sequence[Sequence[int]], left: bool) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def _forward(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> int:
+def _forward(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> int:
     """Run the model over padded batches; return how many tokens are no padding."""
     for batch in batches:
         model(**batch, use_cache=False)
@@ -204,7 +203,7 @@ def _forward(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> in
 
 
 @torch.inference_mode()
-def _generate(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], sampling: ResponseSpec) -> int:
+def _generate(model: Any, batches: Sequence[dict[str, Tensor]], sampling: ResponseSpec) -> int:
     """Run transformers' own `generate`; return how many tokens it gave up to the ends of the answers."""
     ends = find_end_tokens(model)
     tokens = 0

@@ -4,8 +4,8 @@ Prompts are padded on the left and decoded with a key-value cache; batch rows th
 random numbers of a batch row come from (seed, sample id, turn) alone, one per token, and choose a token by inversion of
 the cumulative distribution.
 
-The key-value cache grows in steps. transformers' own dynamic cache concatenates at every token, which allocates and
-copies the whole cache each time: 87% of the time of decoding a small model on a CPU.
+Small Llama models on a CPU take steps of their own (`llama_steps.py`). For all others the key-value cache grows in steps:
+transformers' own dynamic cache concatenates at every token, which allocates and copies the whole cache each time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from draftworks.capture.engine import Generated
+from draftworks.capture.engines.llama_steps import LlamaAnswers, LlamaSteps, find_steps
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.errors import CaptureError
 
@@ -111,6 +112,7 @@ def generate(
         if not prompt:
             raise CaptureError(f"sample {sample_id}: the prompt of turn {turn} is empty")
     end_tokens = find_end_tokens(model).union(end_ids)
+    steps = find_steps(model)
     results = [Generated((), finished=False)] * len(prompts)
     by_length = sorted((i for i, p in enumerate(prompts) if len(p) < max_total), key=lambda i: len(prompts[i]))
     for start in range(0, len(by_length), sampling.batch_size):
@@ -123,7 +125,7 @@ def generate(
             )
             for i in indices
         ]
-        decoder = _Decoder(model, [prompts[i] for i in indices], decodings, sampling, end_tokens)
+        decoder = _Decoder(model, [prompts[i] for i in indices], decodings, sampling, end_tokens, steps)
         decoder.run()
         for decoding in decodings:
             results[decoding.index] = Generated(tuple(decoding.ids), decoding.finished)
@@ -152,17 +154,23 @@ def choose_next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | N
     if uniforms is None:
         return logits.argmax(-1)
     logits = logits.float() / sampling.temperature
+    ids = None  # of the columns, if these are not the whole vocabulary
     if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        best, order = logits.topk(sampling.top_k)  # (B, top_k), largest first
+        if bool(((logits >= best[:, -1:]).sum(-1) == sampling.top_k).all()):
+            ids, columns = order.sort(-1)
+            logits = best.gather(-1, columns)
+        else:  # as likely as the last of them are others too, which count
+            logits = logits.masked_fill(logits < best[:, -1:], -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         mass = ordered.softmax(-1)
         beyond = mass.cumsum(-1) - mass >= sampling.top_p
         logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
-    cumulative = logits.double().softmax(-1).cumsum(-1)  # (B, V)
+    cumulative = logits.double().softmax(-1).cumsum(-1)  # (B, V), or (B, top_k)
     picked = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1].cpu()).to(logits.device)[:, None], right=True)
-    return picked[:, 0].clamp(max=logits.shape[-1] - 1)  # (B, 1) to (B,)
+    picked = picked.clamp(max=logits.shape[-1] - 1)  # (B, 1)
+    return (picked if ids is None else ids.gather(-1, picked))[:, 0]
 
 
 def find_end_tokens(model: PreTrainedModel) -> frozenset[int]:
@@ -208,8 +216,11 @@ class _Decoder:
         decodings: Sequence[_Decoding],
         sampling: ResponseSpec,
         end_tokens: frozenset[int],
+        steps: LlamaSteps | None,
     ) -> None:
         self._model = model
+        self._steps = steps
+        self._answers: LlamaAnswers | None = None
         self._sampling = sampling
         self._end_tokens = end_tokens
         self._decodings = list(decodings)
@@ -235,6 +246,14 @@ class _Decoder:
             self._advance(tokens)
 
     def _step(self) -> Tensor:
+        """Return the next token of each row, (B,)."""
+        logits = self._compute_logits()
+        return choose_next_tokens(logits, self._seen, self._collect_uniforms(), self._sampling).cpu()
+
+    def _compute_logits(self) -> Tensor:
+        """Return the logits of the last token of each row, (B, V)."""
+        if self._answers is not None:
+            return self._answers.step(self._ids[:, 0], self._position[:, 0])
         device = self._model.device
         output = self._model(
             input_ids=self._ids.to(device),
@@ -244,8 +263,10 @@ class _Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        # logits (B, 1, V) to token ids (B,)
-        return choose_next_tokens(output.logits[:, -1], self._seen, self._collect_uniforms(), self._sampling).cpu()
+        if self._steps is not None:
+            more = max(each.limit for each in self._decodings)
+            self._answers = self._steps.begin(self._cache, self._mask, more)
+        return output.logits[:, -1]  # (B, 1, V) to (B, V)
 
     def _collect_uniforms(self) -> Tensor | None:
         if self._sampling.temperature == 0:
@@ -255,7 +276,8 @@ class _Decoder:
 
     def _advance(self, tokens: Tensor) -> None:
         self._ids = tokens[:, None]  # (B,) to (B, 1)
-        self._mask = torch.cat([self._mask, torch.ones_like(self._ids)], dim=1)
+        if self._answers is None:
+            self._mask = torch.cat([self._mask, torch.ones_like(self._ids)], dim=1)
         self._position = self._position[:, -1:] + 1  # (B, 1)
         if self._seen is not None:
             self._seen.scatter_(1, self._ids.to(self._seen.device), True)
@@ -266,7 +288,10 @@ class _Decoder:
         keep = torch.tensor([index for index, alive in enumerate(self._alive) if alive])
         self._decodings = [self._decodings[index] for index in keep.tolist()]
         self._alive = [True] * len(keep)
-        self._cache.reorder_cache(cast(torch.LongTensor, keep.to(self._model.device)))
+        if self._answers is not None:
+            self._answers.keep(keep)
+        else:
+            self._cache.reorder_cache(cast(torch.LongTensor, keep.to(self._model.device)))
         self._ids, self._mask, self._position = self._ids[keep], self._mask[keep], self._position[keep]
         if self._seen is not None:
             self._seen = self._seen[keep.to(self._seen.device)]

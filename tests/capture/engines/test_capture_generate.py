@@ -123,3 +123,10 @@ def test_sampled_shares_are_those_of_transformers(seed, top_k, top_p, temperatur
     tokens = choose_next_tokens(logits.expand(count, -1), None, uniforms, sampling)
     shares = torch.bincount(tokens, minlength=12) / count
     assert torch.allclose(shares, warp(logits, sampling)[0], atol=2 / count)
+
+
+def test_tokens_as_likely_as_the_last_of_the_best_count_too():
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -1.0], [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]]).repeat_interleave(999, 0)
+    uniforms = ((torch.arange(999, dtype=torch.float64) + 0.5) / 999).repeat(2)
+    tokens = choose_next_tokens(logits, None, uniforms, ResponseSpec(temperature=1.0, top_k=2))
+    assert [set(part.tolist()) for part in tokens.split(999)] == [{1, 2, 3, 4}, {0, 1}]
