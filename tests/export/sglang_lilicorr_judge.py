@@ -1,9 +1,9 @@
 """Runs SGLang's model on exported LiLiCorr drafts: `sglang_lilicorr_judge.py FOLDER …`, under SGLang's own Python.
 
-Beside each FOLDER lies FOLDER.safetensors with `embedding`, `head`, and for every question i `features.{i}` (n, taps · H) and
-`anchor.{i}` (1,). SGLang's model loads the files and runs the block, with its convolutions if it has them; its head takes the
-best path through the candidates. Only attention is not SGLang's: on a CPU it has no kernel that goes without a server. Prints
-for every folder, as JSON, `tokens` for every question, and `unset`, the parameters that no file gave a value.
+Beside each FOLDER lies FOLDER.safetensors with the questions of `tests/toys/sglang_questions.py`. SGLang's model loads the
+files and runs the block, with its convolutions if it has them; its head takes the best path through the candidates. Only
+attention is not SGLang's: on a CPU it has no kernel that goes without a server. Prints for every folder, as JSON, `tokens`
+for every question, and `unset`, the parameters that no file gave a value.
 """
 
 from __future__ import annotations

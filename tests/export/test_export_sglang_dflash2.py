@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from export_toys import HIDDEN, VOCAB, Toys
-from safetensors.torch import save_file
-from torch import Tensor
+from export_toys import Toys
+from sglang_questions import Question, export_with_questions
 
-from draftworks.export.exporting import export_draft
 from draftworks.export.readers.reader import TargetTensors
 from draftworks.export.same_logits import open_export
 
@@ -31,15 +29,6 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Question:
-    """A context that a draft was asked about, and what it proposed itself."""
-
-    features: dict[str, Tensor]
-    known: Tensor
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
 class Answers:
     """Of every draft: the questions, and the judge's answers."""
 
@@ -48,37 +37,13 @@ class Answers:
     theirs: dict[str, dict[str, Any]]
 
 
-def exported(toys: Toys, name: str, options: dict[str, Any]) -> list[Question]:
-    """Exports a draft with questions beside it."""
-    strategy = toys.strategy("dflash2", **options)
-    generator = torch.Generator().manual_seed(6)
-    with torch.no_grad():  # so that neither the mask token nor one token alone decides the proposal
-        for weight_name, weight in strategy.model.named_parameters():
-            if "norm" not in weight_name:
-                weight.mul_(2).add_(0.1 * torch.randn(weight.shape, generator=generator))
-    draft = toys.saved(strategy, f"draft-{name}")
-    assert export_draft(draft, "zlab_dflash2", toys.folder / name, "float32").passed
-    strategy = draft.build_strategy()
-    asked = {"embedding": draft.parts.embedding.float(), "head": draft.parts.head.float()}
-    questions = []
-    for number, rows in enumerate(CONTEXTS):
-        features = {tap.name: torch.randn(rows, HIDDEN, generator=generator) for tap in draft.taps}
-        known = torch.randint(VOCAB, (rows,), generator=generator)
-        uniforms = torch.rand(strategy.draft_tokens, generator=generator)
-        asked |= {f"features.{number}": torch.cat(list(features.values()), dim=-1), f"anchor.{number}": known[-1:]}
-        asked[f"uniforms.{number}"] = uniforms
-        drafter = strategy.drafter()
-        drafter.extend(features, known)
-        proposed = drafter.propose(strategy.draft_tokens, temperature=0.0, generator=None).tokens.tolist()
-        questions.append(Question(features, known, proposed))
-    save_file(asked, toys.folder / f"{name}.safetensors")
-    return questions
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     toys = Toys.make(tmp_path_factory.mktemp("sglang"))
-    ours = {name: exported(toys, name, options) for name, options in DRAFTS.items()}
+    ours = {
+        name: export_with_questions(toys, toys.strategy("dflash2", **options), "zlab_dflash2", name, CONTEXTS)
+        for name, options in DRAFTS.items()
+    }
     command = [ROOT / ".venv-sglang" / "bin" / "python", JUDGE, *(toys.folder / name for name in DRAFTS)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
