@@ -35,6 +35,7 @@ TEMPLATE = ROOT / "benchmarks" / "page.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
 MOONCAKE_LIBRARIES = ".venv-mooncake/libraries/usr/lib/x86_64-linux-gnu:.venv-mooncake/libraries/lib/x86_64-linux-gnu"
 COMMANDS = {
+    "demo": "python benchmarks/demo.py",
     "step_time": "python benchmarks/step_time.py",
     "hf_rates": "python benchmarks/hf_rates.py",
     "objective_memory": "python benchmarks/objective_memory.py --samples 4 --samples 16",

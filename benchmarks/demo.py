@@ -1,0 +1,111 @@
+"""The demo from an empty home, in turns with that of other checkouts: wall time, processor time, and what the drafts accept.
+
+    python benchmarks/demo.py
+    git worktree add /tmp/before COMMIT; python benchmarks/demo.py --against /tmp/before
+
+Each checkout is copied without its results, so that nothing is a hit, and run by the interpreter of this one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from figures import Aim, format_table, print_aims, summarize
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = shutil.ignore_patterns("var", ".git", ".venv*", ".cluster", "history", "storage", "schedules", "ready")
+RUN = "from draftworks.programs.cli import app; app()"
+DRAFTS = ("eagle3", "dflash")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run of the demo.
+
+    Attributes:
+        wall_s, cpu_s: seconds, and seconds of processor time of all its processes.
+        walks: of each draft what the walk (rung 3) accepts, with its 95% interval.
+    """
+
+    wall_s: float
+    cpu_s: float
+    walks: tuple[str, ...]
+
+
+def main(
+    against: Annotated[list[Path] | None, typer.Option(help="Another checkout; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 1,
+) -> None:
+    sides = {"this": ROOT, **{path.name: path.resolve() for path in against or []}}
+    turns: dict[str, list[Turn]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, checkout in sides.items():
+            with tempfile.TemporaryDirectory() as folder:
+                turns[name].append(run_demo(checkout, Path(folder) / "checkout"))
+    rows = [
+        (name, summarize([one.wall_s for one in found]), summarize([one.cpu_s for one in found]), *found[-1].walks)
+        for name, found in turns.items()
+    ]
+    print(format_table(("checkout", "seconds", "of processor time", *(f"walk of {each}" for each in DRAFTS)), rows))
+    print_aims(
+        [
+            Aim(
+                f"seconds of the demo over those of {name}",
+                turns["this"][-1].wall_s / turns[name][-1].wall_s,
+                0.5,
+                True,
+            )
+            for name in sides
+            if name != "this"
+        ]
+    )
+
+
+def run_demo(checkout: Path, copy: Path) -> Turn:
+    """Run `everything` for the embedded target in a copy of a checkout without results."""
+    shutil.copytree(checkout, copy, ignore=LEFT_OUT)
+    env = {**os.environ, "PYTHONPATH": str(copy), "DAGSTER_HOME": str(copy / ".dagster"), "OMP_NUM_THREADS": "1"}
+    for words in (["instance", "info"], ["run", "list", "--limit", "1"]):  # as `make` prepares a new instance
+        subprocess.run([sys.executable, "-m", "dagster", *words], env=env, cwd=copy, check=True, capture_output=True)
+    command = [sys.executable, "-c", RUN, "run", "everything", "--target", "tiny"]
+    spent, begun = _count_processor_time(), time.monotonic()
+    subprocess.run(command, env=env, cwd=copy, check=True, stdout=sys.stderr)
+    wall_s = time.monotonic() - begun
+    return Turn(wall_s, _count_processor_time() - spent, tuple(read_walk(copy / "var", each) for each in DRAFTS))
+
+
+def read_walk(var: Path, draft: str) -> str:
+    """Return what the walk accepted of a draft, such as `1.09 (1.00 to 1.20)`."""
+    (report,) = (var / f"{draft}_report" / "tiny").glob("*/heldout/report.json")
+    rungs = json.loads(report.read_text())["drafts"]["trained"]["rungs"]
+    walk = next(each["acceptance"] for each in rungs if each["rung"] == 3)
+    return f"{walk['micro']:.3f} ({walk['low']:.3f} to {walk['high']:.3f})"
+
+
+def _count_processor_time() -> float:
+    """Return seconds of all ended descendants: those that lose their parent become children of this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            break
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    typer.run(main)
