@@ -37,6 +37,7 @@ MOONCAKE_LIBRARIES = ".venv-mooncake/libraries/usr/lib/x86_64-linux-gnu:.venv-mo
 COMMANDS = {
     "demo": "python benchmarks/demo.py",
     "step_time": "python benchmarks/step_time.py",
+    "rivals": "python benchmarks/rivals.py",
     "hf_rates": "python benchmarks/hf_rates.py",
     "objective_memory": "python benchmarks/objective_memory.py --samples 4 --samples 16",
     "files_per_step": "python benchmarks/files_per_step.py",
