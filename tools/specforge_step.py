@@ -21,7 +21,7 @@ from specforge_judge import make_strategy, replace_triton
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from turns import read_memory, serve_steps
+from turns import read_memory, serve_steps  # pyright: ignore[reportMissingImports]
 
 MASK_TOKEN = 3
 CLASSES = {
