@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -27,6 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from figures import Aim, format_table, print_aims
 from gpu_cases import Shape
 from gpu_flops import FORMULAS, Work
 from torch import Tensor
@@ -45,6 +45,9 @@ ATTENTION = (
     aten.baddbmm_,
 )
 """Fused kernels, and batched products, which are scores and weighted sums."""
+LEAST_SHARE = 0.55
+AIMS = {"eagle3": 0.65}
+"""By strategy, where it is not `LEAST_SHARE`."""
 SQUARE = 2048
 """Rows and columns of the large product; of 2·n³ operations."""
 COPIED = 2**20
@@ -100,10 +103,10 @@ def main(
     steps: int = 7,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here too.")] = None,
 ) -> None:
-    """Measure every strategy at every size; prints a table of milliseconds."""
+    """Measure every strategy at every size; prints a table of milliseconds, and the aims."""
     rows = measure(sizes, strategies, steps)
     print(table(rows))
-    print(f"load {os.getloadavg()[0]:.1f}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    print_aims(aims(rows))
     if json_file is not None:
         lines = [{**asdict(row), "reached": row.reached, "reachable": row.reachable} for row in rows]
         json_file.write_text(json.dumps(lines, indent=1) + "\n")
@@ -235,17 +238,33 @@ def seconds_of_a_copied_number() -> float:
 
 
 def table(rows: Sequence[StepTime]) -> str:
-    """Return the rows as Markdown; shares are of the square product's rate."""
-    head = "length x batch, strategy, step, spread, products, alone, attention, passes, least, optimizer, overhead"
-    columns = [*head.split(", "), "GFLOP", "of sgemm", "reachable"]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    """Return the rows as Markdown, in milliseconds; shares are of the square product's rate."""
+    return format_table(COLUMNS, [_cells(row) for row in rows])
+
+
+COLUMNS = (
+    *("size", "strategy", "step", "spread", "products", "alone", "attention", "passes", "least", "AdamW", "rest"),
+    *("GFLOP", "share", "reachable"),
+)
+
+
+def _cells(row: StepTime) -> list[str]:
+    numbers = [row.products_ms, row.products_alone_ms, row.attention_ms, row.passes_ms, row.passes_least_ms]
+    numbers += [row.optimizer_ms, row.overhead_ms, row.gflop]
+    shown = [f"{number:.0f}" if abs(number) >= 10 else f"{number:.1f}" for number in numbers]
+    shares = [f"{row.reached:.2f}", f"{row.reachable:.2f}"]
+    return [row.size, row.strategy, f"{row.step_ms:.0f}", f"{row.spread:.0%}", *shown, *shares]
+
+
+def aims(rows: Sequence[StepTime]) -> list[Aim]:
+    """Return the lowest share of every strategy beside what it should be."""
+    lowest: dict[str, float] = {}
     for row in rows:
-        numbers = [row.products_ms, row.products_alone_ms, row.attention_ms, row.passes_ms, row.passes_least_ms]
-        numbers += [row.optimizer_ms, row.overhead_ms, row.gflop]
-        cells = [row.size.replace("x", " x "), row.strategy, f"{row.step_ms:.0f}", f"{row.spread:.0%}"]
-        cells += [f"{number:.0f}" if number >= 10 else f"{number:.1f}" for number in numbers]
-        lines.append("| " + " | ".join([*cells, f"{row.reached:.2f}", f"{row.reachable:.2f}"]) + " |")
-    return "\n".join(lines)
+        lowest[row.strategy] = min(row.reached, lowest.get(row.strategy, row.reached))
+    return [
+        Aim(f"share of sgemm's rate in a step of {strategy}", share, AIMS.get(strategy, LEAST_SHARE))
+        for strategy, share in lowest.items()
+    ]
 
 
 if __name__ == "__main__":

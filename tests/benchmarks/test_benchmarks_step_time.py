@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from step_time import OperatorClock, StepTime, measure_case, table
+from step_time import OperatorClock, StepTime, aims, measure_case, table
 from train_step import STRATEGIES, Case
 
 SMALL = {"hidden": 16, "intermediate": 24, "vocab": 64, "draft_vocab": 32, "ttt": 2}
@@ -31,10 +33,13 @@ def test_every_strategy_has_a_row_whose_parts_are_in_it(strategy):
     parts = (row.products_ms, row.attention_ms, row.passes_ms, row.optimizer_ms, row.products_alone_ms)
     assert all(part > 0 for part in parts)
     assert row.reached > 0
-    assert f"| 24 x 2 | {strategy} |" in table([row])
+    assert f"| 24x2 | {strategy} |" in table([row])
 
 
 def test_shares_are_of_the_square_products_rate():
     row = StepTime("1x1", "eagle3", 200, 0, 60, 50, 20, 60, 10, 20, 40, gflop=8, sgemm_gflops=80)
     assert row.reached == pytest.approx(0.5)
     assert row.reachable == pytest.approx(1.0)
+    (aim,) = aims([row, replace(row, step_ms=400)])
+    assert aim.found == pytest.approx(0.25)
+    assert not aim.reached
