@@ -25,7 +25,6 @@ import typer
 from figures import Aim, format_table, print_aims, summarize
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = shutil.ignore_patterns("var", ".git", ".venv*", ".cluster", "history", "storage", "schedules", "ready")
 RUN = "from draftworks.programs.cli import app; app()"
 DRAFTS = ("eagle3", "dflash")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -76,7 +75,7 @@ def main(
 
 def run_demo(checkout: Path, copy: Path) -> Turn:
     """Run `everything` for the embedded target in a copy of a checkout without results."""
-    shutil.copytree(checkout, copy, ignore=LEFT_OUT)
+    shutil.copytree(checkout, copy, ignore=choose_left_out)
     env = {**os.environ, "PYTHONPATH": str(copy), "DAGSTER_HOME": str(copy / ".dagster"), "OMP_NUM_THREADS": "1"}
     for words in (["instance", "info"], ["run", "list", "--limit", "1"]):  # as `make` prepares a new instance
         subprocess.run([sys.executable, "-m", "dagster", *words], env=env, cwd=copy, check=True, capture_output=True)
@@ -85,6 +84,13 @@ def run_demo(checkout: Path, copy: Path) -> Turn:
     subprocess.run(command, env=env, cwd=copy, check=True, stdout=sys.stderr)
     wall_s = time.monotonic() - begun
     return Turn(wall_s, _count_processor_time() - spent, tuple(read_walk(copy / "var", each) for each in DRAFTS))
+
+
+def choose_left_out(folder: str, names: list[str]) -> set[str]:
+    """Return what of a checkout's folder is not copied: results, the history of runs, environments."""
+    if Path(folder).name == ".dagster":
+        return set(names) - {"dagster.yaml"}
+    return {name for name in names if name in ("var", ".git", ".cluster") or name.startswith(".venv")}
 
 
 def read_walk(var: Path, draft: str) -> str:

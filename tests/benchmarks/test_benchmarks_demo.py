@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from demo import LEFT_OUT, read_walk
+from demo import choose_left_out, read_walk
 
 
 def test_the_walk_is_that_of_the_trained_draft_with_its_interval(tmp_path: Path) -> None:
@@ -19,9 +19,9 @@ def test_the_walk_is_that_of_the_trained_draft_with_its_interval(tmp_path: Path)
 
 
 def test_a_copy_of_a_checkout_has_its_registry_and_no_results(tmp_path: Path) -> None:
-    for name in ("var/eagle3_draft", "registry/targets", ".venv/lib", ".venv-sglang", ".dagster/history"):
+    for name in ("var/eagle3_draft", "draftworks/storage", ".venv/lib", ".venv-sglang", ".dagster/storage"):
         (tmp_path / "one" / name).mkdir(parents=True)
     (tmp_path / "one" / ".dagster" / "dagster.yaml").touch()
-    shutil.copytree(tmp_path / "one", tmp_path / "two", ignore=LEFT_OUT)
+    shutil.copytree(tmp_path / "one", tmp_path / "two", ignore=choose_left_out)
     copied = {path.relative_to(tmp_path / "two").as_posix() for path in (tmp_path / "two").rglob("*")}
-    assert copied == {"registry", "registry/targets", ".dagster", ".dagster/dagster.yaml"}
+    assert copied == {"draftworks", "draftworks/storage", ".dagster", ".dagster/dagster.yaml"}
