@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from figures import Aim, format_table, print_aims, summarize
 
 STREAMS = ("hf2", "hf18", "hf33", "last")
 TIMES = ("plain write", "store write", "copy + hash", "first read", "copy", "later read")
@@ -58,7 +59,8 @@ def main(
             )
             found[name].append(json.loads(done.stdout))
     for name, turns_of in found.items():
-        print(format_table(name, turns_of))
+        print(format_turns(name, turns_of), end="\n\n")
+    print_aims(list_aims(found["this"]))
 
 
 def measure(samples: int, tokens: int, hidden: int, folder: Path | None) -> dict[str, list[float]]:
@@ -128,20 +130,35 @@ def measure(samples: int, tokens: int, hidden: int, folder: Path | None) -> dict
         return times
 
 
-def format_table(name: str, turns: list[dict[str, list[float]]]) -> str:
+def format_turns(name: str, turns: list[dict[str, list[float]]]) -> str:
     """Return a table of medians with the least and the largest of the turns, and the share of each baseline."""
-    lines = [f"{name}: GB/s of processor time | GB/s of wall time | share of the line before, processor | wall"]
+    rows = []
     for at, action in enumerate(TIMES):
-        cells = [_spread([turn[action][kind] for turn in turns]) for kind in (0, 1)]
+        cells = [summarize([turn[action][kind] for turn in turns], 2) for kind in (0, 1)]
+        shares = ["", ""]
         if at % 2:
             baseline = TIMES[at - 1]
-            cells += [_spread([turn[action][kind] / turn[baseline][kind] for turn in turns]) for kind in (0, 1)]
-        lines.append(f"| {action} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            shares = [summarize([turn[action][kind] / turn[baseline][kind] for turn in turns], 2) for kind in (0, 1)]
+        rows.append([action, *cells, *shares])
+    return format_table((f"{name} code, GB/s", "processor", "wall", "share, processor", "share, wall"), rows)
 
 
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+def list_aims(turns: list[dict[str, list[float]]]) -> list[Aim]:
+    """Return the aims by processor time; of a read either its speed counts or its share, whichever is nearer."""
+
+    def rate(action: str) -> float:
+        return statistics.median(turn[action][0] for turn in turns)
+
+    def share(action: str, baseline: str) -> float:
+        return statistics.median(turn[action][0] / turn[baseline][0] for turn in turns)
+
+    def read(action: str, baseline: str, fast: float) -> Aim:
+        if rate(action) >= fast:
+            return Aim(f"GB per CPU second of a {action}", rate(action), fast)
+        return Aim(f"a {action}, share of {baseline}", share(action, baseline), 0.8)
+
+    write = Aim("a store write, share of a plain write", share("store write", "plain write"), 0.7)
+    return [write, read("first read", "copy + hash", 4), read("later read", "copy", 8)]
 
 
 if __name__ == "__main__":

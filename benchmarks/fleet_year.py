@@ -47,7 +47,7 @@ def main(
     table = Table("", *(f"seed {FIRST_SEED + number}" for number in range(seeds)))
     for name in figures.Figures.__dataclass_fields__:
         table.add_row(name.replace("_", " "), *(format_value(getattr(each, name)) for each in found))
-    Console(width=160).print(table)
+    Console(width=118).print(table)
 
 
 def format_value(value: float | Mapping[str, int]) -> str:

@@ -23,6 +23,7 @@ from typing import Annotated
 
 import torch
 import typer
+from figures import format_table
 
 from draftworks.features.contracts import SampleRef
 from draftworks.features.keyed_mooncake import KeyedMooncakeStore
@@ -136,7 +137,9 @@ def main(
             keyed = KeyedMooncakeStore(service.address, sole_reader=True, client=client)
             figures = measure([build_raw(client, tensor.nbytes), build_once(once), build_keyed(keyed)], tensor, rounds)
             client.close()
-    print(json.dumps({"mib": mib, "rounds": rounds, "load": os.getloadavg()[0], **figures}, indent=2))
+    columns = ("", *(name.replace("_", " ") for name in next(iter(figures.values()))))
+    print(format_table(columns, [[name, *map(str, each.values())] for name, each in figures.items()]))
+    print(json.dumps({"mib": mib, "rounds": rounds, "load": os.getloadavg()[0], **figures}))
 
 
 if __name__ == "__main__":

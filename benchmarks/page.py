@@ -159,7 +159,7 @@ def run_benchmark(command: str) -> Result:
     done = subprocess.run(
         [sys.executable if word == "python" else word for word in words],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "COLUMNS": "118", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
