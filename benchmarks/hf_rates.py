@@ -17,7 +17,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -170,17 +170,9 @@ class _RecordingEngine(HFTargetEngine):
         self._batches.append(sequences)
         return super().capture(sequences, taps)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: ResponseSpec,
-        sample_ids: Sequence[str],
-        max_total: int,
-        turn: int = 0,
-        end_ids: Collection[int] = (),
-    ) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[Generated]:
         self._batches.append(prompts)
-        return super().generate(prompts, sampling, sample_ids, max_total, turn, end_ids)
+        return super().generate(prompts, *args, **options)
 
 
 def _pad(sequences: Sequence[Sequence[int]], left: bool) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,8 @@ class SampleRef:
 
     def to_json(self) -> str:
         assert_no_tensors(self)
-        return json.dumps(asdict(self), sort_keys=True)
+        specs = {name: vars(spec) for name, spec in self.feature_specs.items()}
+        return json.dumps({**vars(self), "feature_specs": specs}, sort_keys=True)  # `asdict` would copy all of it
 
     @classmethod
     def from_json(cls, text: str) -> SampleRef:
