@@ -9,6 +9,7 @@ import dagster as dg
 from draftworks.errors import DraftworksError
 
 INTERRUPTED = dg.DagsterExecutionInterruptedError.__name__
+CRASHED = "ChildProcessCrashException"  # Dagster's, where the process of a step ends without a result
 MEANT_FOR_A_PERSON = {kind.__name__ for kind in (DraftworksError, *DraftworksError.__subclasses__())}
 KEPT = "Finished results are kept. Run the same job again: it continues from there."
 
@@ -19,6 +20,7 @@ class RunProblems:
     def __init__(self) -> None:
         self._causes: dict[str, str] = {}
         self._interrupted: dict[str, str] = {}
+        self._crashed: list[str] = []
         self._checks: dict[str, list[str]] = {}
 
     def note(self, event: dg.DagsterEvent) -> None:
@@ -32,6 +34,8 @@ class RunProblems:
             data = event.step_failure_data
             if _is_interruption(data.error):
                 self._interrupted[step] = read_interruption(data.error)
+            elif data.error is not None and data.error.cls_name == CRASHED:
+                self._crashed.append(step)
             else:
                 self._causes[step] = "\n".join(self._checks.get(step, [])) or describe_cause(data)
 
@@ -48,6 +52,17 @@ class RunProblems:
         """Return what the interrupted steps have saved, and how to continue."""
         saved = [f"{step}: {words}." for step, words in self._interrupted.items() if words]
         return " ".join(["interrupted.", *saved, KEPT])
+
+    def describe_crash(self) -> str:
+        """Return which steps' processes ended without a result, and how to continue.
+
+        A process that is stopped with its whole tree may end before its interruption is heard.
+        """
+        ended = [step for step in self._crashed if step not in self._interrupted]
+        if not ended:
+            return self.describe_failure() or self.describe_interruption()
+        steps = ", ".join(ended)
+        return f"the process of {steps} ended without a result: it was stopped or killed, or memory ran out. {KEPT}"
 
 
 def describe_check(check: Any) -> str:

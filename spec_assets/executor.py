@@ -88,6 +88,9 @@ class RunExecutor(dg.Executor):
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
             plan_context.log.warning(problems.describe_interruption())
             raise
+        except dg.DagsterSubprocessError:
+            plan_context.log.error(problems.describe_crash())
+            raise
         reason = problems.describe_failure()
         if reason is not None:
             plan_context.log.error(reason)

@@ -134,7 +134,7 @@ def make_plan(
             )
     settings = {name: target.strategies[name].training for name in chosen} | dict(trainings or {})
     amounts = count_amounts(subject)
-    planners = {way: StepPlanner(subject, amounts, way, chosen, settings, anew) for way in WAYS}
+    planners: dict[Way, StepPlanner] = {way: StepPlanner(subject, amounts, way, chosen, settings, anew) for way in WAYS}
     return Plan(
         targets=(target.name,),
         strategies=chosen,

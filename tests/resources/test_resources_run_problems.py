@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dagster as dg
 import pytest
+from dagster._core.execution.plan.objects import StepFailureData
+from dagster._core.executor.child_process_executor import ChildProcessCrashException
+from dagster._utils.error import SerializableErrorInfo
 
 from draftworks.errors import DataError
-from resources.run_problems import KEPT, RunProblems
+from resources.run_problems import CRASHED, KEPT, RunProblems
 
 
 def problems_of(*assets: dg.AssetsDefinition, checks=()) -> RunProblems:
@@ -14,6 +17,14 @@ def problems_of(*assets: dg.AssetsDefinition, checks=()) -> RunProblems:
     for event in dg.materialize([*assets, *checks], raise_on_error=False).all_events:
         problems.note(event)
     return problems
+
+
+def note_all(problems: RunProblems, asset: dg.AssetsDefinition) -> None:
+    """Note the events of a run of one asset, which may be interrupted."""
+    job = dg.Definitions(assets=[asset], jobs=[dg.define_asset_job("all", "*")]).resolve_job_def("all")
+    with dg.DagsterInstance.ephemeral() as instance:
+        for event in job.execute_in_process(raise_on_error=False, instance=instance).all_events:
+            problems.note(event)
 
 
 @dg.asset
@@ -92,12 +103,38 @@ def test_an_interrupted_step_is_no_failure_and_says_what_it_saved():
         raise dg.DagsterExecutionInterruptedError("interrupted by SIGTERM after step 13; its checkpoint is saved")
 
     problems = RunProblems()
-    job = dg.Definitions(assets=[eagle3_draft], jobs=[dg.define_asset_job("all", "*")]).resolve_job_def("all")
-    with dg.DagsterInstance.ephemeral() as instance:
-        result = job.execute_in_process(raise_on_error=False, instance=instance)
-        for event in result.all_events:
-            problems.note(event)
+    note_all(problems, eagle3_draft)
     assert problems.describe_failure() is None
     told = problems.describe_interruption()
     assert "eagle3_draft: interrupted by SIGTERM after step 13; its checkpoint is saved. " in told
+    assert told.endswith(KEPT)
+
+
+def crash_of(step: str) -> dg.DagsterEvent:
+    """Return the event that Dagster's multiprocess executor yields where a step's process has ended without a result."""
+    error = SerializableErrorInfo("", [], CRASHED)
+    return dg.DagsterEvent("STEP_FAILURE", "all", step_key=step, event_specific_data=StepFailureData(error, None))
+
+
+def test_crashes_have_the_name_that_dagster_gives_them():
+    assert ChildProcessCrashException.__name__ == CRASHED
+
+
+def test_an_interrupted_step_whose_process_then_crashes_is_interrupted():
+    @dg.asset
+    def eagle3_draft():
+        raise dg.DagsterExecutionInterruptedError("checkpoint saved")
+
+    problems = RunProblems()
+    note_all(problems, eagle3_draft)
+    problems.note(crash_of("eagle3_draft"))
+    assert problems.describe_failure() is None
+    assert problems.describe_crash() == f"interrupted. eagle3_draft: checkpoint saved. {KEPT}"
+
+
+def test_a_step_whose_process_crashed_is_told_with_how_to_continue():
+    problems = RunProblems()
+    problems.note(crash_of("killed"))
+    told = problems.describe_crash()
+    assert told.startswith("the process of killed ended without a result")
     assert told.endswith(KEPT)
