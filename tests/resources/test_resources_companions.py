@@ -85,7 +85,7 @@ def test_a_killed_one_is_started_again_as_often_as_it_may(shell: Shell, serves: 
         assert shell.started[-1].poll() is None
     assert "memory has died, and is started again" in shell.warnings[0]
     shell.kill(2)
-    with pytest.raises(dg.Failure, match="memory: module exited with code -9") as failure:
+    with pytest.raises(dg.Failure, match="memory: module was ended by signal 9") as failure:
         running.watch()
     assert failure.value.allow_retries
     assert len(list((shell.folder / "memory").iterdir())) == 3
