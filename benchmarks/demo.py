@@ -1,7 +1,7 @@
-"""The demo from an empty home, in turns with that of other checkouts: wall time, processor time, and what the drafts accept.
+"""The demo from an empty home, in turns with that of other commits: wall time, processor time, and what the drafts accept.
 
     python benchmarks/demo.py
-    git worktree add /tmp/before COMMIT; python benchmarks/demo.py --against /tmp/before
+    python benchmarks/demo.py --against f5da8b1
 
 Each checkout is copied without its results, so that nothing is a hit, and run by the interpreter of this one.
 """
@@ -45,15 +45,17 @@ class Turn:
 
 
 def main(
-    against: Annotated[list[Path] | None, typer.Option(help="Another checkout; may be repeated.")] = None,
+    against: Annotated[list[str] | None, typer.Option(help="An earlier commit; may be repeated.")] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 1,
 ) -> None:
-    sides = {"this": ROOT, **{path.name: path.resolve() for path in against or []}}
+    sides = ["this", *(against or [])]
     turns: dict[str, list[Turn]] = {name: [] for name in sides}
     for _ in range(repeats):
-        for name, checkout in sides.items():
+        for name in sides:
             with tempfile.TemporaryDirectory() as folder:
-                turns[name].append(run_demo(checkout, Path(folder) / "checkout"))
+                copy = Path(folder) / "checkout"
+                copy_checkout(copy) if name == "this" else copy_commit(name, copy)
+                turns[name].append(run_demo(copy))
     rows = [
         (name, summarize([one.wall_s for one in found]), summarize([one.cpu_s for one in found]), *found[-1].walks)
         for name, found in turns.items()
@@ -73,10 +75,23 @@ def main(
     )
 
 
-def run_demo(checkout: Path, copy: Path) -> Turn:
-    """Run `everything` for the embedded target in a copy of a checkout without results."""
-    shutil.copytree(checkout, copy, ignore=choose_left_out)
-    env = {**os.environ, "PYTHONPATH": str(copy), "DAGSTER_HOME": str(copy / ".dagster"), "OMP_NUM_THREADS": "1"}
+def copy_checkout(copy: Path) -> None:
+    shutil.copytree(ROOT, copy, ignore=choose_left_out)
+
+
+def copy_commit(commit: str, copy: Path) -> None:
+    """Write the files of a commit of this repository into a new folder, and what an installation of it would declare."""
+    copy.mkdir()
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x"], cwd=copy, input=archive, check=True)
+    declare = [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "egg_info"]
+    subprocess.run(declare, cwd=copy, check=True, capture_output=True)
+
+
+def run_demo(copy: Path) -> Turn:
+    """Run `everything` for the embedded target in a checkout without results."""
+    of_make = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    env = {**os.environ, **of_make, "PYTHONPATH": str(copy), "DAGSTER_HOME": str(copy / ".dagster")}
     for words in (["instance", "info"], ["run", "list", "--limit", "1"]):  # as `make` prepares a new instance
         subprocess.run([sys.executable, "-m", "dagster", *words], env=env, cwd=copy, check=True, capture_output=True)
     command = [sys.executable, "-c", RUN, "run", "everything", "--target", "tiny"]

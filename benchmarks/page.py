@@ -35,7 +35,7 @@ TEMPLATE = ROOT / "benchmarks" / "page.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
 MOONCAKE_LIBRARIES = ".venv-mooncake/libraries/usr/lib/x86_64-linux-gnu:.venv-mooncake/libraries/lib/x86_64-linux-gnu"
 COMMANDS = {
-    "demo": "python benchmarks/demo.py",
+    "demo": "python benchmarks/demo.py --against f5da8b1",
     "step_time": "python benchmarks/step_time.py",
     "rivals": "python benchmarks/rivals.py",
     "hf_rates": "python benchmarks/hf_rates.py",
