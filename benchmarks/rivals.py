@@ -1,13 +1,14 @@
-"""Training steps of ours and of SpecForge 0.2.0's, in turns on the same sizes.
+"""Training steps of ours and of a rival's, in turns on the same sizes: SpecForge 0.2.0 and speculators 0.9.0.
 
-    make specforge-env
+    make specforge-env speculators-env
     python benchmarks/rivals.py                                   # 1024x1, 512x4 and 1024x4 of what it trains on a CPU
     python benchmarks/rivals.py 512x4 --strategies eagle3
 
 Both sides are processes on one thread in fp32, and one waits while the other works; who is first changes from turn to turn.
 A step is forward, backward, clipping and AdamW on random features, without either side's trainer. The order of magnitude of
-the work is the same, not every operation: SpecForge's losses have means of their own. SpecForge trains P-EAGLE with
-FlexAttention only, which has no backward on a CPU.
+the work is the same, not every operation: SpecForge's losses have means of their own; speculators packs a batch into one
+row, whose attention on a CPU has a dense mask over all of it, and DFlash's anchors are drawn for the row as a whole.
+SpecForge trains P-EAGLE with FlexAttention only, which has no backward on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,30 @@ STRATEGIES = ("eagle3", "dflash", "domino", "dspark")
 STEPS = 3
 """Steps of one side in one turn."""
 MEMORY_AIMS = {"eagle3": 0.2}
+"""Of SpecForge's peak memory, by strategy where it is not `BLOCK_MEMORY_AIM`."""
 BLOCK_MEMORY_AIM = 0.5
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A library in an environment of its own.
+
+    Attributes:
+        script: in tools/.
+        environment: folder of the environment, which `make {made_by}` makes.
+        strategies: those that are compared.
+    """
+
+    name: str
+    script: str
+    environment: str
+    made_by: str
+    strategies: tuple[str, ...]
+
+
+SPECFORGE = Rival("SpecForge", "specforge_step.py", ".venv-specforge", "specforge-env", STRATEGIES)
+SPECULATORS = Rival("speculators", "speculators_step.py", ".venv-speculators", "speculators-env", ("eagle3", "dflash"))
+RIVALS = {each.name: each for each in (SPECFORGE, SPECULATORS)}
 
 
 @dataclass(frozen=True)
@@ -39,11 +63,13 @@ class Race:
     """Processor time of every step in seconds, and peak memory in MB, of both sides.
 
     Attributes:
+        rival: its name.
         our_mb: above `import torch`, as `their_mb`.
         our_step_mb: above what each side's imports take, as `their_step_mb`.
     """
 
     case: Case
+    rival: str
     ours: Sequence[float]
     theirs: Sequence[float]
     our_mb: float
@@ -53,7 +79,7 @@ class Race:
 
     @property
     def turn_ratios(self) -> list[float]:
-        """SpecForge's time of each turn over ours."""
+        """The rival's time of each turn over ours."""
         turns = range(0, len(self.ours), STEPS)
         return [sum(self.theirs[at : at + STEPS]) / sum(self.ours[at : at + STEPS]) for at in turns]
 
@@ -65,43 +91,60 @@ class Race:
 def main(
     sizes: Annotated[list[str], typer.Argument(help="LENGTHxBATCH each.")] = ["1024x1", "512x4", "1024x4"],  # noqa: B006
     strategies: list[str] = list(STRATEGIES),  # noqa: B006
+    rivals: list[str] = list(RIVALS),  # noqa: B006
     turns: Annotated[int, typer.Option(min=1)] = 5,
-    python: Annotated[Path, typer.Option(help="Of the environment with SpecForge.")] = ROOT
-    / ".venv-specforge/bin/python",
+    environments: Annotated[Path, typer.Option(help="Folder of .venv-specforge and .venv-speculators.")] = ROOT,
     one_case: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Print a table of medians over the turns, and the aims for memory."""
     if one_case is not None:
         serve_ours(Case(**json.loads(one_case)))
         return
-    if not python.exists():
-        raise SystemExit(f"{python} is not there: run `make specforge-env` first, or name another by --python")
+    against = [choose_rival(name, environments) for name in rivals]
     races = []
-    for strategy in strategies:
-        for size in sizes:
-            length, batch = (int(part) for part in size.split("x"))
-            races.append(race(Case(length, batch, strategy=strategy), python, turns))
+    for rival in against:
+        for strategy in [each for each in strategies if each in rival.strategies]:
+            for size in sizes:
+                length, batch = (int(part) for part in size.split("x"))
+                races.append(race(Case(length, batch, strategy=strategy), rival, environments, turns))
     print_races(races)
 
 
-def race(case: Case, python: Path, turns: int) -> Race:
+def choose_rival(name: str, environments: Path) -> Rival:
+    """Return the rival of that name; ends the program if there is none, or not its environment."""
+    if name not in RIVALS:
+        raise SystemExit(f"{name}: expected one of {', '.join(RIVALS)}")
+    rival = RIVALS[name]
+    if not find_python(rival, environments).exists():
+        raise SystemExit(
+            f"{find_python(rival, environments)} is not there: run `make {rival.made_by}` first, name the folder of the "
+            f"environments by --environments, or the others by --rivals"
+        )
+    return rival
+
+
+def find_python(rival: Rival, environments: Path) -> Path:
+    return environments / rival.environment / "bin" / "python"
+
+
+def race(case: Case, rival: Rival, environments: Path, turns: int) -> Race:
     """Run both sides in turns."""
     given = json.dumps(asdict(case))
     commands = {
         "ours": [sys.executable, __file__, "--one-case", given],
-        "theirs": [str(python), str(ROOT / "tools" / "specforge_step.py"), given],
+        "theirs": [str(find_python(rival, environments)), str(ROOT / "tools" / rival.script), given],
     }
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    environments = {"ours": {**alone, **settings, "PYTHONPATH": str(ROOT)}, "theirs": {**alone, **settings}}
-    sides = {name: Stepper(command, environments[name]) for name, command in commands.items()}
+    environments_of = {"ours": {**alone, **settings, "PYTHONPATH": str(ROOT)}, "theirs": {**alone, **settings}}
+    sides = {name: Stepper(command, environments_of[name]) for name, command in commands.items()}
     for turn in range(turns):
         for name in sorted(sides, reverse=bool(turn % 2)):
             sides[name].run(STEPS)
     for side in sides.values():
         side.close()
     ours, theirs = sides["ours"], sides["theirs"]
-    return Race(case, ours.seconds, theirs.seconds, ours.mb, theirs.mb, ours.step_mb, theirs.step_mb)
+    return Race(*(case, rival.name, ours.seconds, theirs.seconds), *(ours.mb, theirs.mb, ours.step_mb, theirs.step_mb))
 
 
 def serve_ours(case: Case) -> None:
@@ -132,6 +175,7 @@ def print_races(races: Sequence[Race]) -> None:
         rows.append(
             [
                 f"{each.case.strategy} {size}",
+                each.rival,
                 summarize([1e3 * value for value in each.ours]),
                 summarize([1e3 * value for value in each.theirs]),
                 f"{tokens:,.0f}",
@@ -140,11 +184,12 @@ def print_races(races: Sequence[Race]) -> None:
                 f"{each.our_step_mb:,.0f}, {each.their_step_mb:,.0f}, {each.our_step_mb / each.their_step_mb:.2f}",
             ]
         )
-        aim = MEMORY_AIMS.get(each.case.strategy, BLOCK_MEMORY_AIM)
-        what = f"{each.case.strategy} {size}, peak memory above `import torch`, of SpecForge's"
-        aims.append(Aim(what, each.memory_share, aim, at_most=True))
+        if each.rival == SPECFORGE.name:
+            aim = MEMORY_AIMS.get(each.case.strategy, BLOCK_MEMORY_AIM)
+            what = f"{each.case.strategy} {size}, peak memory above `import torch`, of SpecForge's"
+            aims.append(Aim(what, each.memory_share, aim, at_most=True))
     memory = ("MB above `import torch`: ours, theirs, share", "MB above all imports")
-    columns = ("", "ours, CPU ms", "SpecForge, CPU ms", "our tokens/s", "times as fast", *memory)
+    columns = ("", "rival", "ours, CPU ms", "theirs, CPU ms", "our tokens/s", "times as fast", *memory)
     print(format_table(columns, rows))
     print_aims(aims)
 
