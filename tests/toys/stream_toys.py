@@ -162,9 +162,7 @@ class StreamFiles:
         )
 
     def make_worker(self, run: ProduceRun, should_stop: Callable[[], bool] = lambda: False) -> RolloutWorker:
-        tokens = TokenizedSet.open(run.tokens)
-        refs, controller = read_feature_set(run.features).refs, open_controller(run.stream)
-        rounds = StreamRounds(refs, tokens.sample_ids, run.streams, run.steps, run.stream, controller)
+        tokens, rounds = TokenizedSet.open(run.tokens), self.open_rounds(run)
         current = rounds.open(rounds.read_left_out())
         return RolloutWorker(
             run.worker,
@@ -177,6 +175,10 @@ class StreamFiles:
             should_stop,
             find_next_round=rounds.watch(current),
         )
+
+    def open_rounds(self, run: ProduceRun) -> StreamRounds:
+        refs, ids = read_feature_set(run.features).refs, TokenizedSet.open(run.tokens).sample_ids
+        return StreamRounds(refs, ids, run.streams, run.steps, run.stream, open_controller(run.stream))
 
     @contextmanager
     def producing(
