@@ -47,14 +47,14 @@ def make_step(case: dict[str, Any]) -> Callable[[], object]:
     with tempfile.TemporaryDirectory() as folder:
         write_target(case, Path(folder))
         model = make_model(case, folder)
-    ours = {"loss_config": resolve_loss_config("kl_div" if kind == "eagle3" else "ce", "eager")}
-    ours |= {"ttt_steps": case["ttt"]} if kind == "eagle3" else {"max_anchors": 64 * case["batch"]}
+    options = {"loss_config": resolve_loss_config("kl_div" if kind == "eagle3" else "ce", "eager")}
+    options |= {"ttt_steps": case["ttt"]} if kind == "eagle3" else {"max_anchors": 64 * case["batch"]}
     batch = make_batch(case)
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0)
 
     def step() -> None:
-        _, loss, _ = model(**batch, **ours)
+        _, loss, _ = model(**batch, **options)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
