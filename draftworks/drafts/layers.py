@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from draftworks.drafts.logit_losses import find_argmax
 from draftworks.drafts.supervision import Teacher
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
@@ -220,7 +221,7 @@ def argmax_of_head(head: Tensor, states: Tensor) -> Tensor:
     The head (V, H) runs in its own dtype, as on a server. At most LOGITS_PER_CHUNK logits exist at a time.
     """
     positions = max(1, LOGITS_PER_CHUNK.get(states.device.type, LOGITS_PER_CHUNK["cuda"]) // head.shape[0])
-    return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in states.split(positions)])
+    return torch.cat([find_argmax(F.linear(part.to(head.dtype), head)) for part in states.split(positions)])
 
 
 class ReducedVocabularyDraft(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.logit_losses import find_argmax
 from draftworks.drafts.objectives import soften
 
 
@@ -124,7 +125,7 @@ class Teacher(NamedTuple):
             with_unknown: keep positions whose label is outside the draft vocabulary; otherwise they are left out.
         """
         logits = F.linear(self.last[positions].to(self.head.dtype), self.head)  # (n, V)
-        labels = self.draft_index[logits.max(-1).indices]  # (n,)
+        labels = self.draft_index[find_argmax(logits)]  # (n,)
         restricted = logits[:, self.draft_ids]  # (n, V_d)
         kept = labels >= 0
         if with_unknown:

@@ -23,8 +23,8 @@ class Teacher(NamedTuple):
         """Return softmax(logits / temperature) of the target, (l, V), at the positions (l,); once at equal positions."""
         positions, which = positions.unique(return_inverse=True)
         logits = F.linear(self.last[positions].to(self.head.dtype), self.head)
-        # The same operations as for the draft's logits: where both agree, their difference is 0 and not rounding.
-        return soften(logits.to(dtype), temperature).log_softmax(-1).exp().index_select(0, which)
+        # The same operation as for the draft's logits: where both agree, their difference is 0 and not rounding.
+        return soften(logits.to(dtype), temperature).softmax(-1).index_select(0, which)
 
 
 class JudgedLosses(Protocol):

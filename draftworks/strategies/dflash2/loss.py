@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.logit_losses import find_largest, log_probs_at
 from draftworks.strategies.dflash.loss import (
     BlockChunk,
     LabelWeighting,
@@ -98,10 +99,12 @@ def dflash2_cross_entropies(
 
     def formula(chunk: BlockChunk, states: Tensor, contexts: Tensor, successors: Tensor) -> DFlash2Losses:
         logits = at_least_float32(F.linear(states, head))  # (l, V)
-        ce = F.cross_entropy(logits, chunk.labels, reduction="none")  # (l,)
-        served = logits.detach().topk(objective.top_k, dim=-1).indices
+        served = find_largest(logits, objective.top_k)
         taught = teach_candidates(served, chunk.labels)
-        scores = score_candidates(logits.gather(1, taught.ids), contexts, successors, taught.ids)
+        log_probs = log_probs_at(logits, torch.cat([chunk.labels[:, None], taught.ids], dim=1))
+        ce = -log_probs[:, 0]  # (l,)
+        # log p in place of u moves all scores of a label by the same, which changes neither their softmax nor their order.
+        scores = score_candidates(log_probs[:, 1:], contexts, successors, taught.ids)
         selector_ce = F.cross_entropy(scores, taught.label_at, reduction="none")
         loss = torch.dot(chunk.label_weights(weigh, ce), ce)
         loss = loss + alpha * torch.dot(chunk.label_weights(weigh, selector_ce), selector_ce)

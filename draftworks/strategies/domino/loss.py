@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.logit_losses import cross_entropy
 from draftworks.strategies.dflash.loss import (
     BlockChunk,
     LabelWeighting,
@@ -90,9 +91,9 @@ def domino_cross_entropy(
     def formula(chunk: BlockChunk, states: Tensor, bottlenecks: Tensor, projection: Tensor) -> DominoLosses:
         base = F.linear(states, head)  # (l, V)
         logits = at_least_float32(base.addmm(bottlenecks, projection.T))  # (l, V)
-        cost = ce = F.cross_entropy(logits, chunk.labels, reduction="none")  # (l,)
+        cost = ce = cross_entropy(logits, chunk.labels)  # (l,)
         if share > 0:
-            cost = (1 - share) * ce + share * F.cross_entropy(at_least_float32(base), chunk.labels, reduction="none")
+            cost = (1 - share) * ce + share * cross_entropy(at_least_float32(base), chunk.labels)
         hits, base_hits = (chunk.scatter(is_argmax(each, chunk.labels)) for each in (logits, base))  # (n, k)
         return DominoLosses(
             loss=torch.dot(chunk.label_weights(objective.weigh, ce), cost),

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.logit_losses import compare_labels, cross_entropy
 from draftworks.drafts.objectives import Temperatures, soften
 from draftworks.strategies.dflash.loss import BlockChunk, LabelWeighting, at_least_float32, is_argmax, split_into_chunks
 from draftworks.strategies.dflash.teacher import Teacher, judge_acceptance
@@ -101,7 +102,7 @@ def dspark_losses(
         label_mask: (N, k) bool, on at L labels; in a block, at the first ones.
     """
     teacher, temperatures = Teacher(last, head), objective.temperatures
-    distance_weight = objective.tv_weight * temperatures.loss_factor
+    distance_weight = 2 * objective.tv_weight * temperatures.loss_factor  # of ½‖q - p‖₁
 
     def formula(
         chunk: BlockChunk,
@@ -112,13 +113,11 @@ def dspark_losses(
         projection: Tensor,
     ) -> DSparkLosses:
         logits = at_least_float32(F.linear(states, head).addmm(narrow, projection.T))  # (l, V)
-        log_p = logits.log_softmax(-1)
-        ce = F.nll_loss(log_p, chunk.labels, reduction="none")  # (l,)
-        q = teacher.compute_distributions(positions, log_p.dtype, temperatures.teacher)  # (l, V)
+        q = teacher.compute_distributions(positions, logits.dtype, temperatures.teacher)  # (l, V)
+        ce, distance = compare_labels(soften(logits, temperatures.teacher), chunk.labels, q)  # (l,) each
         if temperatures.teacher != 1:
-            log_p = soften(logits, temperatures.teacher).log_softmax(-1)
-        distance = (log_p.exp() - q).abs().sum(-1)  # (l,)
-        a = (1 - distance.detach() / 2).clamp(0, 1)
+            ce = cross_entropy(logits, chunk.labels)
+        a = (1 - distance.detach()).clamp(0, 1)
         cost, errors = objective.ce_weight * ce + distance_weight * distance, None
         if confidences is not None:
             confidences = confidences.to(a.dtype)

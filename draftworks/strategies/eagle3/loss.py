@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.logit_losses import compare_teacher, find_argmax
 from draftworks.drafts.objectives import (
     BatchObjective,
     CrossEntropy,
@@ -149,19 +150,13 @@ def _distill(
 
     def formula(chunk: DistillationChunk, states: Tensor, head: Tensor) -> DistillationLosses:
         logits = F.linear(states, head).to(wide)  # (n, V_d)
-        log_p = soften(logits, temperature).log_softmax(-1)
-        ce = -(chunk.q * log_p).sum(-1)  # (n,)
-        acceptance = torch.zeros_like(ce)
-        if chunk.mass is not None:
-            p, mass_q = log_p.exp(), chunk.q * chunk.mass[:, None]
-            # The minimum of both; torch.minimum takes more passes backward, as it splits gradients between equals.
-            acceptance = torch.where(p < mass_q, p, mass_q).sum(-1)  # (n,)
+        ce, overlap = compare_teacher(soften(logits, temperature), chunk.q, chunk.mass)  # (n,) each
+        acceptance = torch.zeros_like(ce) if overlap is None else overlap
         known = chunk.labels >= 0
         losses = temperature**2 * objective.label_losses(ce, acceptance, chunk.steps)
         if with_unknown:
             losses = losses * known
-        # `max` with its indices is several times faster than `argmax` on a CPU.
-        correct = logits.detach().max(-1).indices == chunk.labels
+        correct = find_argmax(logits) == chunk.labels
 
         def by_step(values: Tensor) -> Tensor:
             sums = torch.zeros(len(weights), dtype=torch.float64, device=values.device)

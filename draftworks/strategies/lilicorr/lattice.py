@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.layers import RmsNorm, uninitialized
+from draftworks.drafts.logit_losses import find_largest, log_probs_at
 
 CANDIDATE_FEATURES = 5
 INITIAL_STD = 0.02
@@ -185,10 +186,10 @@ class _Mlp(nn.Module):
         return self.down_proj(F.silu(self.up_proj(x)))
 
 
-def find_candidates(logits: Tensor, log_probs: Tensor, count: int) -> Candidates:
-    """Return the `count` best tokens of logits (n, s, V), with those of their log-probabilities (n, s, V)."""
-    best = logits.detach().topk(count, dim=-1).indices
-    return Candidates(best, log_probs.gather(-1, best))
+def find_candidates(logits: Tensor, count: int) -> Candidates:
+    """Return the `count` best tokens of logits (n, s, V)."""
+    best = find_largest(logits, count)
+    return Candidates(best, log_probs_at(logits, best))
 
 
 def _describe(log_probs: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.logit_losses import find_largest, log_probs_at
 from draftworks.strategies.dflash.loss import LabelWeighting, at_least_float32, sum_prefix_lengths
-from draftworks.strategies.lilicorr.lattice import Candidates, LatticeScores, find_candidates
+from draftworks.strategies.lilicorr.lattice import Candidates, LatticeScores
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,11 @@ def lilicorr_losses(
         chunk: LatticeChunk, states: Tensor, context: Tensor, has_context: Tensor, last: Tensor, *parameters: Tensor
     ) -> LiLiCorrLosses:
         logits = at_least_float32(F.linear(states, head))  # (n, k, V)
-        log_probs = logits.log_softmax(-1)
-        ce = -log_probs.gather(-1, chunk.labels[..., None])[..., 0]  # (n, k)
+        best = find_largest(logits, objective.candidates)  # (n, k, K)
+        log_probs = log_probs_at(logits, torch.cat([chunk.labels[..., None], best], dim=-1))  # (n, k, 1 + K)
+        ce, candidates = -log_probs[..., 0], Candidates(best, log_probs[..., 1:])
         counted = chunk.label_mask
         weights = objective.weigh(ce.detach() * counted, counted).to(ce.dtype)
-        candidates = find_candidates(logits, log_probs, objective.candidates)
         chain = follow_labels(candidates, score(candidates, states, context, has_context, *parameters), chunk.labels)
         taught = chain.reachable & counted.all(1, keepdim=True)
         terms = _weigh_terms(chain, _target_gaps(last, head, candidates, chain.label_index), objective)

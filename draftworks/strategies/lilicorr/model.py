@@ -87,7 +87,7 @@ class LiLiCorrDraft(SequentialBlockDraft):
         backbone = self.backbone
         normed = backbone.norm(blocks.states[:, 1:])
         logits = at_least_float32(F.linear(normed, backbone.target_head))  # (n, size - 1, V)
-        candidates = find_candidates(logits, logits.log_softmax(-1), self._candidates)
+        candidates = find_candidates(logits, self._candidates)
         has_context = torch.ones_like(blocks.known, dtype=torch.bool)
         scores = self.lilicorr(candidates, backbone.embed(candidates.tokens), normed, blocks.context, has_context)
         decoded, before = [], None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.logit_losses import cross_entropy, find_argmax
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at a time; at least MIN_CHUNK_LABELS labels."""
@@ -62,9 +63,8 @@ def next_token_losses(
 
     def formula(chunk: LabelChunk, states: Tensor) -> StepLosses:
         logits = F.linear(states, head).to(wide)  # (n, V)
-        ce = F.cross_entropy(logits, chunk.labels, reduction="none")  # (n,)
-        # `max` with its indices is several times faster than `argmax` on a CPU.
-        correct = logits.detach().max(-1).indices == chunk.labels
+        ce = cross_entropy(logits, chunk.labels)  # (n,)
+        correct = find_argmax(logits) == chunk.labels
 
         def by_step(values: Tensor) -> Tensor:
             sums = torch.zeros(len(weights), dtype=torch.float64, device=values.device)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.logit_losses import compare_labels, cross_entropy
 from draftworks.drafts.objectives import Temperatures, soften
 from draftworks.strategies.dflash.loss import (
     BlockChunk,
@@ -128,11 +129,10 @@ def xpress_losses(
     distance_weight = objective.tv_weight * temperatures.loss_factor
 
     def judge(chunk: BlockChunk, logits: Tensor, q: Tensor) -> _Judged:
-        log_p = logits.log_softmax(-1)  # (P, l, V)
-        ce = -log_p.gather(-1, chunk.labels.expand(len(logits), -1)[..., None])[..., 0]
+        labels = chunk.labels.expand(len(logits), -1)  # (P, l)
+        ce, distance = compare_labels(soften(logits, temperatures.teacher), labels, q)
         if temperatures.teacher != 1:
-            log_p = soften(logits, temperatures.teacher).log_softmax(-1)
-        distance = torch.linalg.vector_norm(log_p.exp() - q, ord=1, dim=-1) / 2
+            ce = cross_entropy(logits, labels)
         return _Judged(ce, objective.ce_weight * ce + distance_weight * distance, distance.detach())
 
     def weighted(chunk: BlockChunk, judged: _Judged) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
+from draftworks.drafts.logit_losses import find_argmax
 from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
 from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
 from draftworks.strategies.dflash.teacher import locate_teachers
@@ -81,7 +82,7 @@ class XPressDraft(SequentialBlockDraft):
         base = self._score_alone(normed, count)  # (n, count, V)
         logits = base
         for _ in range(self._passes):
-            logits = self._refine(base, read, blocks.known, logits.argmax(-1))
+            logits = self._refine(base, read, blocks.known, find_argmax(logits))
         return torch.stack([choose(place) for place in logits.unbind(1)], dim=1)
 
     def _score_alone(self, normed: Tensor, count: int) -> Tensor:
@@ -103,8 +104,8 @@ class XPressDraft(SequentialBlockDraft):
         pieces = (part.split(objective.chunk_blocks) for part in (normed, read, known))
         for states, shared, anchors in zip(*pieces, strict=True):
             base = self._score_alone(states, states.shape[1] - 1)
-            tokens = [base.argmax(-1)]
+            tokens = [find_argmax(base)]
             while len(tokens) < objective.rounds:
-                tokens.append(self._refine(base, shared, anchors, tokens[-1]).argmax(-1))
+                tokens.append(find_argmax(self._refine(base, shared, anchors, tokens[-1])))
             played.append(tokens)
         return [torch.cat(tokens) for tokens in zip(*played, strict=True)]

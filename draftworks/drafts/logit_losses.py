@@ -1,0 +1,171 @@
+"""Losses of a softmax over logits, with gradients in few passes over memory.
+
+A pass that takes an exponential costs a CPU ten times as much as one that adds or multiplies. Autograd takes one for
+log_softmax, one for its backward and one for each probability that is asked for; here one makes everything:
+
+    p = softmax(z),   lse = max z - log max p,   log p_v = z_v - lse
+    ∂(log p_v)/∂z = e_v - p,   ∂(-Σ_v q_v log p_v)/∂z = p - q      for Σ q = 1
+    ∂(½‖p - q‖₁)/∂z = ½ p ⊙ (s - Σ_v p_v s_v)                      with s = sign(p - q)
+    ∂(Σ_v min(p_v, q_v))/∂z = p ⊙ (m - Σ_v p_v m_v)                with m_v = 1 where p_v < q_v, else 0
+
+Shapes: `…` are any dimensions of rows, V is the vocabulary. Gradients go to the logits alone, and can be taken once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK = 64
+"""Logits of which the largest is found at once on a CPU."""
+
+
+def find_argmax(logits: Tensor) -> Tensor:
+    """Return the first index of the largest logit of each row, (…, V) to (…) int64."""
+    logits = logits.detach()
+    if logits.device.type != "cpu" or logits.shape[-1] < 2 * BLOCK:
+        return logits.max(-1).indices
+    blocks = _find_blocks(logits, 1)
+    return blocks.ids.gather(-1, blocks.logits.max(-1, keepdim=True).indices)[..., 0]
+
+
+def find_largest(logits: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest logits of each row, the largest first, (…, V) to (…, count) int64."""
+    logits = logits.detach()
+    if logits.device.type != "cpu" or logits.shape[-1] < 2 * BLOCK * count:
+        return logits.topk(count, dim=-1).indices
+    blocks = _find_blocks(logits, count)
+    return blocks.ids.gather(-1, blocks.logits.topk(count, dim=-1).indices)
+
+
+class _Blocks(NamedTuple):
+    """Some blocks of each row, one after another: indices in the row int64, and logits, (…, count · BLOCK) each."""
+
+    ids: Tensor
+    logits: Tensor
+
+
+def _find_blocks(logits: Tensor, count: int) -> _Blocks:
+    """Return the `count` blocks with the largest maxima, which hold the `count` largest logits; for one, the first such.
+
+    On a CPU a maximum with its index takes ten times as long as one without, and `topk` more: this way few logits need it.
+    """
+    vocab = logits.shape[-1]
+    whole = vocab - vocab % BLOCK
+    maxima = logits[..., :whole].unflatten(-1, (-1, BLOCK)).amax(-1)
+    if whole < vocab:
+        maxima = torch.cat([maxima, logits[..., whole:].amax(-1, keepdim=True)], dim=-1)
+    best = maxima.max(-1, keepdim=True).indices if count == 1 else maxima.topk(count, dim=-1).indices
+    ids = best[..., None] * BLOCK + torch.arange(BLOCK)  # (…, count, BLOCK)
+    beyond = ids >= vocab
+    ids = ids.clamp_max_(vocab - 1).flatten(-2)
+    return _Blocks(ids, logits.gather(-1, ids).masked_fill_(beyond.flatten(-2), -torch.inf))
+
+
+class LabelLosses(NamedTuple):
+    """Of every row: cross-entropy of its label, and ½‖p - q‖₁, (…) each."""
+
+    ce: Tensor
+    distance: Tensor
+
+
+class TeacherLosses(NamedTuple):
+    """Of every row: cross-entropy -Σ_v q_v log p_v, and Σ_v min(p_v, mass·q_v) if a mass was given, (…) each."""
+
+    ce: Tensor
+    overlap: Tensor | None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return -log p of the labels (…) int64 under logits (…, V), (…)."""
+    return -log_probs_at(logits, labels[..., None])[..., 0]
+
+
+def log_probs_at(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the log-probabilities (…, K) of some tokens (…, K) int64 under logits (…, V)."""
+    return _LabelFunction.apply(logits, ids, None)[0]
+
+
+def compare_labels(logits: Tensor, labels: Tensor, q: Tensor) -> LabelLosses:
+    """Return the losses of labels (…) int64 and of distributions q, which broadcast to the logits (…, V)."""
+    log_probs, distance = _LabelFunction.apply(logits, labels[..., None], q)
+    return LabelLosses(-log_probs[..., 0], distance)
+
+
+def compare_teacher(logits: Tensor, q: Tensor, mass: Tensor | None = None) -> TeacherLosses:
+    """Return the losses of distributions q (…, V), each of sum 1, and of mass·q with mass (…) from 0 to 1."""
+    return TeacherLosses(*_TeacherFunction.apply(logits, q, mass))
+
+
+class _Softmax(NamedTuple):
+    """Probabilities (…, V), and log Σ exp of the logits (…)."""
+
+    p: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> _Softmax:
+        p = logits.softmax(-1)
+        return cls(p, logits.amax(-1) - p.amax(-1).log_())
+
+
+class _LabelFunction(torch.autograd.Function):
+    """Log-probabilities at ids (…, K), and ½‖p - q‖₁ (…) unless q is None."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, ids: Tensor, q: Tensor | None):
+        p, lse = _Softmax.of(logits)
+        log_probs = logits.gather(-1, ids).sub_(lse[..., None])
+        distance = sign = None
+        if q is not None:
+            difference = p - q
+            distance = difference.abs().sum(-1).div_(2)
+            sign = difference.sign_()
+        ctx.save_for_backward(p, ids, sign)
+        return log_probs, distance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs: Tensor, grad_distance: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        p, ids, sign = ctx.saved_tensors
+        along_p = grad_log_probs.sum(-1, keepdim=True).neg_()  # (…, 1), the gradient of lse, times -1
+        if sign is None:
+            grad = p.mul_(along_p)
+        else:
+            assert grad_distance is not None
+            half = grad_distance[..., None] / 2
+            mean = (p * sign).sum(-1, keepdim=True)
+            grad = sign.mul_(half).add_(along_p.addcmul_(half, mean, value=-1)).mul_(p)
+        return grad.scatter_add_(-1, ids, grad_log_probs), None, None
+
+
+class _TeacherFunction(torch.autograd.Function):
+    """Cross-entropy of q (…), and Σ min(p, mass·q) (…) unless mass is None."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, q: Tensor, mass: Tensor | None):
+        p, lse = _Softmax.of(logits)
+        ce = lse.sub_((q * logits).sum(-1))
+        overlap = smaller = None
+        if mass is not None:
+            bound = q * mass[..., None]
+            overlap = torch.minimum(p, bound).sum(-1)
+            smaller = torch.sub(bound, p, out=bound).sign_().clamp_(min=0)
+        ctx.save_for_backward(p, q, smaller)
+        return ce, overlap
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_ce: Tensor, grad_overlap: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        p, q, smaller = ctx.saved_tensors
+        grad_ce = grad_ce[..., None]
+        if smaller is None:
+            return p.sub_(q).mul_(grad_ce), None, None
+        assert grad_overlap is not None
+        grad_overlap = grad_overlap[..., None]
+        mean = (p * smaller).sum(-1, keepdim=True)
+        along_p = smaller.mul_(grad_overlap).add_(torch.addcmul(grad_ce, grad_overlap, mean, value=-1))
+        return along_p.mul_(p).addcmul_(q, grad_ce, value=-1), None, None
