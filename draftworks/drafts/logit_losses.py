@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 
 BLOCK = 64
 """Logits of which the largest is found at once on a CPU."""
+DOT_ELEMENTS = 2**16
+"""Products that are held at a time on a CPU."""
 
 
 def find_argmax(logits: Tensor) -> Tensor:
@@ -112,6 +114,16 @@ class _Softmax(NamedTuple):
         return cls(p, logits.amax(-1) - p.amax(-1).log_())
 
 
+def _dot_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Return the dot products of rows (…, V) of the same shape, (…)."""
+    if x.device.type != "cpu" or not x.numel():
+        return (x * y).sum(-1)
+    # Products of a few rows at a time stay in a core's cache.
+    rows = max(1, DOT_ELEMENTS // x.shape[-1])
+    pieces = zip(x.flatten(0, -2).split(rows), y.flatten(0, -2).split(rows), strict=True)
+    return torch.cat([(ours * theirs).sum(-1) for ours, theirs in pieces]).view(x.shape[:-1])
+
+
 class _LabelFunction(torch.autograd.Function):
     """Log-probabilities at ids (…, K), and ½‖p - q‖₁ (…) unless q is None."""
 
@@ -121,9 +133,9 @@ class _LabelFunction(torch.autograd.Function):
         log_probs = logits.gather(-1, ids).sub_(lse[..., None])
         distance = sign = None
         if q is not None:
-            difference = p - q
-            distance = difference.abs().sum(-1).div_(2)
-            sign = difference.sign_()
+            sign = p - q
+            distance = sign.abs_().sum(-1).div_(2)
+            torch.sub(p, q, out=sign).sign_()  # again, because a pass in place takes a fraction of one to new memory
         ctx.save_for_backward(p, ids, sign)
         return log_probs, distance
 
@@ -137,7 +149,7 @@ class _LabelFunction(torch.autograd.Function):
         else:
             assert grad_distance is not None
             half = grad_distance[..., None] / 2
-            mean = (p * sign).sum(-1, keepdim=True)
+            mean = _dot_rows(p, sign)[..., None]
             grad = sign.mul_(half).add_(along_p.addcmul_(half, mean, value=-1)).mul_(p)
         return grad.scatter_add_(-1, ids, grad_log_probs), None, None
 
@@ -148,7 +160,7 @@ class _TeacherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, q: Tensor, mass: Tensor | None):
         p, lse = _Softmax.of(logits)
-        ce = lse.sub_((q * logits).sum(-1))
+        ce = lse.sub_(_dot_rows(q, logits))
         overlap = smaller = None
         if mass is not None:
             bound = q * mass[..., None]
@@ -166,6 +178,6 @@ class _TeacherFunction(torch.autograd.Function):
             return p.sub_(q).mul_(grad_ce), None, None
         assert grad_overlap is not None
         grad_overlap = grad_overlap[..., None]
-        mean = (p * smaller).sum(-1, keepdim=True)
+        mean = _dot_rows(p, smaller)[..., None]
         along_p = smaller.mul_(grad_overlap).add_(torch.addcmul(grad_ce, grad_overlap, mean, value=-1))
         return along_p.mul_(p).addcmul_(q, grad_ce, value=-1), None, None
