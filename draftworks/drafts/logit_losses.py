@@ -8,7 +8,8 @@ log_softmax, one for its backward and one for each probability that is asked for
     ∂(½‖p - q‖₁)/∂z = ½ p ⊙ (s - Σ_v p_v s_v)                      with s = sign(p - q)
     ∂(Σ_v min(p_v, q_v))/∂z = p ⊙ (m - Σ_v p_v m_v)                with m_v = 1 where p_v < q_v, else 0
 
-Shapes: `…` are any dimensions of rows, V is the vocabulary. Gradients go to the logits alone, and can be taken once.
+Shapes: `…` are any dimensions of rows, V is the vocabulary. Gradients go to the logits alone, and can be taken once. The
+logits are overwritten: their memory, which a core's cache still holds, takes the probabilities.
 """
 
 from __future__ import annotations
@@ -109,9 +110,11 @@ class _Softmax(NamedTuple):
     lse: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor) -> _Softmax:
-        p = logits.softmax(-1)
-        return cls(p, logits.amax(-1) - p.amax(-1).log_())
+    def overwrite(cls, logits: Tensor) -> _Softmax:
+        logits = logits.detach()
+        largest = logits.amax(-1)
+        p = torch.softmax(logits, -1, out=logits)
+        return cls(p, largest - p.amax(-1).log_())
 
 
 def _dot_rows(x: Tensor, y: Tensor) -> Tensor:
@@ -129,8 +132,9 @@ class _LabelFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, ids: Tensor, q: Tensor | None):
-        p, lse = _Softmax.of(logits)
-        log_probs = logits.gather(-1, ids).sub_(lse[..., None])
+        chosen = logits.gather(-1, ids)
+        p, lse = _Softmax.overwrite(logits)
+        log_probs = chosen.sub_(lse[..., None])
         distance = sign = None
         if q is not None:
             sign = p - q
@@ -159,8 +163,9 @@ class _TeacherFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, q: Tensor, mass: Tensor | None):
-        p, lse = _Softmax.of(logits)
-        ce = lse.sub_(_dot_rows(q, logits))
+        mean = _dot_rows(q, logits)
+        p, lse = _Softmax.overwrite(logits)
+        ce = lse.sub_(mean)
         overlap = smaller = None
         if mass is not None:
             bound = q * mass[..., None]

@@ -40,7 +40,7 @@ def test_log_probabilities_and_gradients_are_those_of_log_softmax(rows):
     logits, weights = draw(*rows, VOCAB).requires_grad_(), draw(*rows, 4, seed=2)
     ids = draw_ids(*rows, 4)
     ids[..., 1] = ids[..., 0]  # a label that is a candidate too
-    found, expected = log_probs_at(logits, ids), logits.log_softmax(-1).gather(-1, ids)
+    found, expected = log_probs_at(logits.clone(), ids), logits.log_softmax(-1).gather(-1, ids)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(
         gradients((weights * found).sum(), logits), gradients((weights * expected).sum(), logits)
@@ -50,7 +50,7 @@ def test_log_probabilities_and_gradients_are_those_of_log_softmax(rows):
 def test_distance_and_its_gradient_are_those_of_the_formula():
     logits, weights = draw(3, ROWS, VOCAB).requires_grad_(), draw(2, 3, ROWS, seed=2)
     q, labels = draw(ROWS, VOCAB, seed=3).softmax(-1), draw_ids(3, ROWS)
-    found = compare_labels(logits, labels, q)
+    found = compare_labels(logits.clone(), labels, q)
     log_p = logits.log_softmax(-1)
     expected = (-log_p.gather(-1, labels[..., None])[..., 0], (log_p.exp() - q).abs().sum(-1) / 2)
     for ours, theirs in zip(found, expected, strict=True):
@@ -63,7 +63,7 @@ def test_distance_and_its_gradient_are_those_of_the_formula():
 def test_losses_of_a_teacher_and_their_gradients_are_those_of_the_formulas(with_mass):
     logits, weights = draw(ROWS, VOCAB).requires_grad_(), draw(2, ROWS, seed=2)
     q, mass = draw(ROWS, VOCAB, seed=3).softmax(-1), torch.linspace(0, 1, ROWS, dtype=torch.float64)
-    found = compare_teacher(logits, q, mass if with_mass else None)
+    found = compare_teacher(logits.clone(), q, mass if with_mass else None)
     log_p = logits.log_softmax(-1)
     ce, overlap = -(q * log_p).sum(-1), torch.minimum(log_p.exp(), q * mass[:, None]).sum(-1)
     torch.testing.assert_close(found.ce, ce)
@@ -79,7 +79,7 @@ def test_losses_of_a_teacher_and_their_gradients_are_those_of_the_formulas(with_
 def test_values_of_a_small_case_are_these():
     logits = torch.tensor([[0.0, math.log(3), math.log(4)]])  # p = 1/8, 3/8, 4/8
     q = torch.tensor([[0.25, 0.25, 0.5]])
-    labels = compare_labels(logits, torch.tensor([1]), q)
+    labels = compare_labels(logits.clone(), torch.tensor([1]), q)
     teacher = compare_teacher(logits, q, torch.tensor([0.5]))
     torch.testing.assert_close(labels.ce, torch.tensor([math.log(8 / 3)]))
     torch.testing.assert_close(labels.distance, torch.tensor([0.125]))
@@ -89,14 +89,14 @@ def test_values_of_a_small_case_are_these():
 
 def test_a_token_whose_probability_is_no_float_has_a_finite_loss():
     logits = torch.tensor([[300.0, 0.0, -500.0]])
-    torch.testing.assert_close(cross_entropy(logits, torch.tensor([2])), torch.tensor([800.0]))
+    torch.testing.assert_close(cross_entropy(logits.clone(), torch.tensor([2])), torch.tensor([800.0]))
     torch.testing.assert_close(compare_teacher(logits, torch.tensor([[0.0, 0.0, 1.0]])).ce, torch.tensor([800.0]))
 
 
 def test_a_draft_that_agrees_with_its_teacher_has_distance_and_gradient_zero():
     logits = draw(ROWS, VOCAB).float().requires_grad_()
     q = logits.detach().softmax(-1)
-    distance = compare_labels(logits, draw_ids(ROWS), q).distance
+    distance = compare_labels(logits.clone(), draw_ids(ROWS), q).distance
     assert not distance.any()
     assert not gradients(distance.sum(), logits).any()
 
@@ -104,8 +104,8 @@ def test_a_draft_that_agrees_with_its_teacher_has_distance_and_gradient_zero():
 def test_rows_may_be_none():
     logits = torch.empty(0, VOCAB, requires_grad=True)
     none = torch.empty(0, dtype=torch.int64)
-    losses = [cross_entropy(logits, none), *compare_labels(logits, none, logits.detach())]
-    losses += [each for each in compare_teacher(logits, logits.detach(), torch.empty(0)) if each is not None]
+    losses = [cross_entropy(logits.clone(), none), *compare_labels(logits.clone(), none, logits.detach())]
+    losses += [each for each in compare_teacher(logits.clone(), logits.detach(), torch.empty(0)) if each is not None]
     assert all(each.shape == (0,) for each in losses)
     assert find_argmax(torch.empty(0, 4 * BLOCK)).shape == (0,)
 

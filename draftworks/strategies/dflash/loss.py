@@ -44,9 +44,9 @@ def block_cross_entropy(
 
     def formula(chunk: BlockChunk, states: Tensor) -> BlockLosses:
         logits = at_least_float32(F.linear(states, head))  # (l, V)
+        correct = is_argmax(logits, chunk.labels)  # (l,)
         ce = cross_entropy(logits, chunk.labels)  # (l,)
         loss = torch.dot(chunk.label_weights(weigh, ce), ce)
-        correct = is_argmax(logits, chunk.labels)  # (l,)
         return BlockLosses(loss, chunk.scatter(ce).sum(0), chunk.scatter(correct).sum(0))
 
     return chunked_loss(formula, split_into_chunks(labels, label_mask, chunk_blocks), [states])

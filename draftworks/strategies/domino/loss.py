@@ -91,10 +91,10 @@ def domino_cross_entropy(
     def formula(chunk: BlockChunk, states: Tensor, bottlenecks: Tensor, projection: Tensor) -> DominoLosses:
         base = F.linear(states, head)  # (l, V)
         logits = at_least_float32(base.addmm(bottlenecks, projection.T))  # (l, V)
+        hits, base_hits = (chunk.scatter(is_argmax(each, chunk.labels)) for each in (logits, base))  # (n, k)
         cost = ce = cross_entropy(logits, chunk.labels)  # (l,)
         if share > 0:
             cost = (1 - share) * ce + share * cross_entropy(at_least_float32(base), chunk.labels)
-        hits, base_hits = (chunk.scatter(is_argmax(each, chunk.labels)) for each in (logits, base))  # (n, k)
         return DominoLosses(
             loss=torch.dot(chunk.label_weights(objective.weigh, ce), cost),
             ce_sums=chunk.scatter(ce).sum(0),

@@ -113,6 +113,7 @@ def dspark_losses(
         projection: Tensor,
     ) -> DSparkLosses:
         logits = at_least_float32(F.linear(states, head).addmm(narrow, projection.T))  # (l, V)
+        correct = chunk.scatter(is_argmax(logits, chunk.labels))
         q = teacher.compute_distributions(positions, logits.dtype, temperatures.teacher)  # (l, V)
         ce, distance = compare_labels(soften(logits, temperatures.teacher), chunk.labels, q)  # (l,) each
         if temperatures.teacher != 1:
@@ -124,7 +125,7 @@ def dspark_losses(
             misjudged = F.binary_cross_entropy_with_logits(confidences, a, reduction="none")
             cost = cost + objective.confidence_weight * misjudged
             errors = chunk.scatter((confidences.sigmoid() - a).abs()).sum(0)
-        accepted, correct = chunk.scatter(a), chunk.scatter(is_argmax(logits, chunk.labels))
+        accepted = chunk.scatter(a)
         return DSparkLosses(
             loss=torch.dot(chunk.label_weights(objective.weigh, ce), cost),
             loss_sums=chunk.scatter(cost).sum(0),

@@ -150,13 +150,13 @@ def _distill(
 
     def formula(chunk: DistillationChunk, states: Tensor, head: Tensor) -> DistillationLosses:
         logits = F.linear(states, head).to(wide)  # (n, V_d)
+        correct = find_argmax(logits) == chunk.labels
         ce, overlap = compare_teacher(soften(logits, temperature), chunk.q, chunk.mass)  # (n,) each
         acceptance = torch.zeros_like(ce) if overlap is None else overlap
         known = chunk.labels >= 0
         losses = temperature**2 * objective.label_losses(ce, acceptance, chunk.steps)
         if with_unknown:
             losses = losses * known
-        correct = find_argmax(logits) == chunk.labels
 
         def by_step(values: Tensor) -> Tensor:
             sums = torch.zeros(len(weights), dtype=torch.float64, device=values.device)

@@ -63,8 +63,8 @@ def next_token_losses(
 
     def formula(chunk: LabelChunk, states: Tensor) -> StepLosses:
         logits = F.linear(states, head).to(wide)  # (n, V)
-        ce = cross_entropy(logits, chunk.labels)  # (n,)
         correct = find_argmax(logits) == chunk.labels
+        ce = cross_entropy(logits, chunk.labels)  # (n,)
 
         def by_step(values: Tensor) -> Tensor:
             sums = torch.zeros(len(weights), dtype=torch.float64, device=values.device)

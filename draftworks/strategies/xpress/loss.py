@@ -146,6 +146,7 @@ def xpress_losses(
         base = F.linear(states, head)[None]  # (1, l, V)
         logits = at_least_float32(F.linear(narrow.transpose(0, 1).contiguous(), projection).add_(base))  # (P, l, V)
         base = at_least_float32(base)
+        hits, base_hits = (chunk.scatter(is_argmax(each[0], chunk.labels)) for each in (logits, base))  # (n, k)
         q = teacher.compute_distributions(positions, base.dtype, temperatures.teacher)  # (l, V)
         judged = judge(chunk, logits, q)
         refined, *rounds = weighted(chunk, judged).unbind()
@@ -154,7 +155,6 @@ def xpress_losses(
             loss = loss + objective.consistency_weight * torch.stack(rounds).mean()
         if objective.base_weight > 0:
             loss = loss + objective.base_weight * weighted(chunk, judge(chunk, base, q)).sum()
-        hits, base_hits = (chunk.scatter(is_argmax(each[0], chunk.labels)) for each in (logits, base))  # (n, k)
         likely = chunk.scatter((1 - judged.distance[0]).clamp(0, 1))
         return XPressLosses(
             loss=loss,
