@@ -82,6 +82,8 @@ def _grow_buffer(stored: Tensor, like: Tensor, length: int, room: int) -> Tensor
 
 COMPACT_BELOW = 0.85
 """Ended batch rows are removed once fewer than this share is still decoding: copying the cache costs time too."""
+COMPACT_STEPS_BELOW = 0.97
+"""The same for `llama_steps`, which copies only the rows that take the place of ended ones."""
 
 
 @torch.inference_mode()
@@ -152,16 +154,17 @@ def choose_next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | N
         penalty = sampling.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if uniforms is None:
-        return logits.argmax(-1)
+        return torch.from_numpy(logits.numpy().argmax(-1)) if _suits_numpy(logits) else logits.argmax(-1)
     logits = logits.float() / sampling.temperature
     ids = None  # of the columns, if these are not the whole vocabulary
     if 0 < sampling.top_k < logits.shape[-1]:
-        best, order = logits.topk(sampling.top_k)  # (B, top_k), largest first
-        if bool(((logits >= best[:, -1:]).sum(-1) == sampling.top_k).all()):
-            ids, columns = order.sort(-1)
-            logits = best.gather(-1, columns)
+        least = _find_kth_largest(logits, sampling.top_k)
+        places = _list_places(logits >= least)
+        if len(places) == least.numel() * sampling.top_k:
+            ids = places.view(len(logits), -1) % logits.shape[-1]  # (B, top_k), ascending
+            logits = logits.gather(-1, ids)
         else:  # as likely as the last of them are others too, which count
-            logits = logits.masked_fill(logits < best[:, -1:], -torch.inf)
+            logits = logits.masked_fill(logits < least, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         mass = ordered.softmax(-1)
@@ -173,12 +176,39 @@ def choose_next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | N
     return (picked if ids is None else ids.gather(-1, picked))[:, 0]
 
 
+def _suits_numpy(tensor: Tensor) -> bool:
+    """Whether numpy can read it. On a CPU it finds the largest values of rows, and true ones, several times as fast."""
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bool)
+
+
+def _find_kth_largest(logits: Tensor, k: int) -> Tensor:
+    """Return the k-th largest value of each row, (B, 1)."""
+    if _suits_numpy(logits):
+        place = logits.shape[-1] - k
+        return torch.from_numpy(np.partition(logits.numpy(), place, axis=-1)[:, place : place + 1])
+    return logits.topk(k).values[:, -1:]
+
+
+def _list_places(found: Tensor) -> Tensor:
+    """Return where a matrix is true, as places in its rows one after another."""
+    if _suits_numpy(found):
+        return torch.from_numpy(np.flatnonzero(found.numpy()))
+    return found.flatten().nonzero()[:, 0]
+
+
 def find_end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Return the ids that end a turn, from the generation configuration or else from the model's configuration."""
     ids: Any = None
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None) if ids is None else ids
     return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def list_rows_to_keep(alive: Sequence[bool]) -> list[int]:
+    """Return the rows that are alive, the last ones of them in the places of rows that are not."""
+    count = sum(alive)
+    moved = iter([row for row in range(count, len(alive)) if alive[row]])
+    return [row if alive[row] else next(moved) for row in range(count)]
 
 
 @dataclass
@@ -281,11 +311,12 @@ class _Decoder:
         self._position = self._position[:, -1:] + 1  # (B, 1)
         if self._seen is not None:
             self._seen.scatter_(1, self._ids.to(self._seen.device), True)
-        if any(self._alive) and sum(self._alive) < COMPACT_BELOW * len(self._alive):
+        share = COMPACT_BELOW if self._answers is None else COMPACT_STEPS_BELOW
+        if any(self._alive) and sum(self._alive) < share * len(self._alive):
             self._compact()
 
     def _compact(self) -> None:
-        keep = torch.tensor([index for index, alive in enumerate(self._alive) if alive])
+        keep = torch.tensor(list_rows_to_keep(self._alive))
         self._decodings = [self._decodings[index] for index in keep.tolist()]
         self._alive = [True] * len(keep)
         if self._answers is not None:

@@ -1,13 +1,15 @@
-"""One-token steps of small float32 Llama models on a CPU, with a quarter of the operators that the model's own step has.
+"""One-token steps of small float32 Llama models on a CPU, with a sixth of the operators that the model's own step has.
 
 Such a step is bound by the overhead of its operators. Here the projections of queries, keys and values are one product,
-those of gate and up another, both outputs are added by the product itself, rotary factors come from a table, and keys and
-values go into buffers with room for the whole answer. The mathematics is the model's own (transformers,
-`modeling_llama.py`), to rounding.
+those of gate and up another; both have the norm's weights in them, so that of a norm a division is left. Numbers that
+rotate together lie side by side, as one complex number, whose factors come from a table. Both outputs are added by the
+product itself, and keys and values go into one buffer with room for the whole answer. The mathematics is the model's own
+(transformers, `modeling_llama.py`), to rounding.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,12 +27,10 @@ _ROPE_OF_POSITION = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class _Layer:
-    """Weights of a layer, (out, in) each but the transposed `output` and `down`, (in, out)."""
+    """Weights of a layer, (in, out) each; `qkv` and `gate_up` are multiplied by the weights of the norm before them."""
 
-    input_norm: Tensor
     qkv: Tensor
     output: Tensor
-    mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
 
@@ -42,28 +42,38 @@ class LlamaSteps:
         self.config: Any = model.config
         self._rotary_embedding = model.model.rotary_emb
         layers: Any = model.model.layers
-        self.layers = [
-            _Layer(
-                each.input_layernorm.weight,
-                torch.cat([each.self_attn.q_proj.weight, each.self_attn.k_proj.weight, each.self_attn.v_proj.weight]),
-                each.self_attn.o_proj.weight.t().contiguous(),
-                each.post_attention_layernorm.weight,
-                torch.cat([each.mlp.gate_proj.weight, each.mlp.up_proj.weight]),
-                each.mlp.down_proj.weight.t().contiguous(),
-            )
-            for each in layers
-        ]
+        self.head_dim: int = layers[0].self_attn.head_dim
+        self.layers = [self._arrange(each) for each in layers]
         self.embedding = model.model.embed_tokens.weight
         self.norm = model.model.norm.weight
         self.head = model.lm_head.weight
+        # the root of the sum of squares, and the root of their mean in a norm, differ by these
+        self.least_norm = torch.full((1, 1), math.sqrt(self.config.rms_norm_eps * self.config.hidden_size))
+
+    def _arrange(self, layer: Any) -> _Layer:
+        attention, mlp, size = layer.self_attn, layer.mlp, self.head_dim
+        side_by_side = pair_halves(size)
+        turned = [
+            each.weight.unflatten(0, (-1, size))[:, side_by_side].flatten(0, 1)
+            for each in (attention.q_proj, attention.k_proj)
+        ]
+        # attention returns the heads of all groups in turn, the first of each group before the second
+        groups = (self.config.num_key_value_heads, -1, size)
+        output = attention.o_proj.weight.t().unflatten(0, groups).transpose(0, 1).flatten(0, 2)
+        return _Layer(
+            _after_norm(layer.input_layernorm, torch.cat([*turned, attention.v_proj.weight])),
+            output.contiguous(),
+            _after_norm(layer.post_attention_layernorm, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])),
+            mlp.down_proj.weight.t().contiguous(),
+        )
 
     @cached_property
     def rotary(self) -> Tensor:
-        """Cosines and, with the sign of the half that they multiply, sines, (positions, 2, D)."""
+        """The factors of every position, (positions, 1, D / 2) complex."""
         positions = torch.arange(self.config.max_position_embeddings)[None]
-        cos, sin = self._rotary_embedding(self.embedding, positions)  # (1, positions, D)
-        half = sin.shape[-1] // 2
-        return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
+        cos, sin = self._rotary_embedding(self.embedding, positions)  # (1, positions, D), both halves the same
+        half = cos.shape[-1] // 2
+        return torch.complex(cos[0, :, :half], sin[0, :, :half])[:, None]
 
     def begin(self, cache: DynamicCache, mask: Tensor, more: int) -> LlamaAnswers:
         """Go on after prompts.
@@ -92,6 +102,16 @@ def find_steps(model: PreTrainedModel) -> LlamaSteps | None:
     return LlamaSteps(model) if plain and small and on_cpu else None
 
 
+def pair_halves(size: int) -> Tensor:
+    """Return the order in which the numbers of a head that rotate together are neighbours, (D,)."""
+    return torch.arange(size).view(2, -1).t().flatten()
+
+
+def _after_norm(norm: Any, weight: Tensor) -> Tensor:
+    """Return weights (in, out) for the input over its Euclidean norm, where the model's (out, in) are for `norm` of it."""
+    return (weight * (norm.weight * math.sqrt(weight.shape[-1]))).t().contiguous()
+
+
 class LlamaAnswers:
     """The answers of a batch that are being decoded."""
 
@@ -101,43 +121,48 @@ class LlamaAnswers:
         self._heads = steps.config.num_attention_heads
         self._kv_heads = steps.config.num_key_value_heads
         room = self._length + more
-        self._stored = [self._make_room(layer, room) for layer in cache.layers]  # (B, 2, kv heads, room, D) each
+        # (layers, B, 2, kv heads, room, D)
+        self._stored = torch.empty(len(cache.layers), len(mask), 2, self._kv_heads, room, steps.head_dim)
+        side_by_side = pair_halves(steps.head_dim)
+        for stored, layer in zip(self._stored[..., : self._length, :], cache.layers, strict=True):
+            given: Any = layer
+            stored[:, 0] = given.keys[..., side_by_side]
+            stored[:, 1] = given.values
         self._bias = torch.zeros(len(mask), 1, 1, room)  # -inf where there is padding
         self._bias[:, 0, 0, : self._length].masked_fill_(mask == 0, -torch.inf)
-
-    def _make_room(self, layer: Any, room: int) -> Tensor:
-        rows, kv_heads, length, size = layer.keys.shape
-        stored = torch.empty(rows, 2, kv_heads, room, size)
-        stored[:, 0, :, :length] = layer.keys
-        stored[:, 1, :, :length] = layer.values
-        return stored
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the logits (B, V) after one more token for each row; tokens and positions are (B,)."""
         steps, rows, end = self._steps, len(tokens), self._length + 1
-        eps, width = steps.config.rms_norm_eps, (steps.config.hidden_size,)
-        cos, sin = steps.rotary[positions].unsqueeze(2).unbind(1)  # (B, 1, D) each
-        size, turned = cos.shape[-1], self._heads + self._kv_heads
+        size, turned = steps.head_dim, self._heads + self._kv_heads
+        factors = steps.rotary[positions]  # (B, 1, D / 2)
         bias = self._bias[..., :end]
+        places = self._stored[..., self._length, :].unbind()  # (B, 2, kv heads, D) each
+        keys, values = (self._stored[:, :, kind, :, :end].unbind() for kind in range(2))  # (B, kv heads, end, D) each
         hidden = steps.embedding[tokens]  # (B, H)
-        for layer, stored in zip(steps.layers, self._stored, strict=True):
-            qkv = F.linear(F.rms_norm(hidden, width, layer.input_norm, eps), layer.qkv).view(rows, -1, size)
-            qk = qkv[:, :turned]  # (B, heads + kv heads, D)
-            first, second = qk.chunk(2, -1)
-            qk = torch.addcmul(qk * cos, torch.cat([second, first], -1), sin)
-            stored[:, 0, :, self._length] = qk[:, self._heads :]
-            stored[:, 1, :, self._length] = qkv[:, turned:]
-            keys, values = stored[..., :end, :].unbind(1)  # (B, kv heads, end, D) each
+        for layer, place, own_keys, own_values in zip(steps.layers, places, keys, values, strict=True):
+            qkv = torch.mm(self._normalize(hidden), layer.qkv).view(rows, -1, size)
+            torch.view_as_complex(qkv.view(rows, -1, size // 2, 2))[:, :turned].mul_(factors)
+            place.copy_(qkv[:, self._heads :].view(place.shape))
             # the heads of a group are the rows of one product
-            queries = qk[:, : self._heads].view(rows, self._kv_heads, -1, size)
-            seen = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
-            hidden = torch.addmm(hidden, seen.reshape(rows, -1), layer.output)
-            gate, up = F.linear(F.rms_norm(hidden, width, layer.mlp_norm, eps), layer.gate_up).chunk(2, -1)
+            queries = qkv[:, : self._heads].view(rows, self._kv_heads, -1, size)
+            seen = F.scaled_dot_product_attention(queries, own_keys, own_values, attn_mask=bias)
+            hidden = torch.addmm(hidden, seen.transpose(1, 2).reshape(rows, -1), layer.output)
+            gate, up = torch.mm(self._normalize(hidden), layer.gate_up).chunk(2, -1)
             hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
         self._length = end
-        return F.linear(F.rms_norm(hidden, width, steps.norm, eps), steps.head)
+        normed = F.rms_norm(hidden, (hidden.shape[-1],), steps.norm, steps.config.rms_norm_eps)
+        return F.linear(normed, steps.head)
+
+    def _normalize(self, hidden: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        return hidden / norm.hypot_(self._steps.least_norm)
 
     def keep(self, rows: Tensor) -> None:
-        """Keep these rows (their indices, ascending) only."""
-        self._stored = [stored.index_select(0, rows) for stored in self._stored]
-        self._bias = self._bias.index_select(0, rows)
+        """Keep these rows (their indices) only, in this order. Those that stay where they are cost nothing."""
+        to = (rows != torch.arange(len(rows))).nonzero()[:, 0]
+        used = self._stored[..., : self._length, :]
+        for stored in used:
+            stored[to] = stored[rows[to]]
+        self._stored = self._stored[:, : len(rows)]
+        self._bias = self._bias[rows]

@@ -9,7 +9,13 @@ from capture_toys import random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftworks.capture.engines.generate import choose_next_tokens, draw_uniforms, find_end_tokens, generate
+from draftworks.capture.engines.generate import (
+    choose_next_tokens,
+    draw_uniforms,
+    find_end_tokens,
+    generate,
+    list_rows_to_keep,
+)
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.errors import CaptureError
 
@@ -54,6 +60,13 @@ def test_sampling_does_not_depend_on_batch_size_or_order(tiny_engine, options):
     other = sampling.model_copy(update={"batch_size": 2})
     reverse = generate(tiny_engine.model, PROMPTS[::-1], other, IDS[::-1], max_total=512)[::-1]
     assert together == reverse
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20))
+def test_rows_that_decode_are_kept_and_only_the_last_ones_move(alive):
+    kept = list_rows_to_keep(alive)
+    assert sorted(kept) == [row for row, decodes in enumerate(alive) if decodes]
+    assert all(row in (place, *range(len(kept), len(alive))) for place, row in enumerate(kept))
 
 
 def test_seed_sample_and_turn_decide_the_random_numbers():
@@ -130,3 +143,15 @@ def test_tokens_as_likely_as_the_last_of_the_best_count_too():
     uniforms = ((torch.arange(999, dtype=torch.float64) + 0.5) / 999).repeat(2)
     tokens = choose_next_tokens(logits, None, uniforms, ResponseSpec(temperature=1.0, top_k=2))
     assert [set(part.tolist()) for part in tokens.split(999)] == [{1, 2, 3, 4}, {0, 1}]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_k": 3, "top_p": 0.6}]
+)
+def test_tokens_are_the_same_in_a_dtype_that_numpy_lacks(options):
+    logits = torch.randn(64, 30, generator=torch.Generator().manual_seed(1)).bfloat16()  # with ties
+    sampling, uniforms = ResponseSpec(**options), torch.linspace(0, 0.999, 64, dtype=torch.float64)
+    chosen = [
+        choose_next_tokens(each, None, uniforms if options else None, sampling) for each in (logits, logits.float())
+    ]
+    assert torch.equal(*chosen)
