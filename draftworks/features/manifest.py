@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,8 @@ def write_feature_set(
     folder.mkdir(parents=True, exist_ok=True)
     lines = _write_lines(refs)
     manifest = _describe(refs, identity, streams, store, lines)
-    record = {name: value for name, value in asdict(manifest).items() if name != "refs"}
+    record = asdict(replace(manifest, refs=()))  # `asdict` would copy every reference
+    del record["refs"]
     record["identity"] = identity.to_json()
     with publish_file(folder / REFS) as staging:
         staging.write_bytes(lines)
