@@ -38,6 +38,7 @@ COMMANDS = {
     "demo": "python benchmarks/demo.py --against f5da8b1",
     "step_time": "python benchmarks/step_time.py",
     "rivals": "python benchmarks/rivals.py",
+    "two_ranks": "python benchmarks/two_ranks.py",
     "hf_rates": "python benchmarks/hf_rates.py",
     "objective_memory": "python benchmarks/objective_memory.py --samples 4 --samples 16",
     "files_per_step": "python benchmarks/files_per_step.py",

@@ -18,7 +18,7 @@ WARM_UP = 3
 def serve_steps(make: Callable[[], Callable[[], object]], after_torch: float) -> None:
     """Make a step, then run as many as each line of stdin says; print a JSON line for each.
 
-    `cpu_s` are the processor times of the steps, `mb` the peak memory since this call above `after_torch`, which is the
+    `cpu_s` and `wall_s` are the times of the steps, `mb` is the peak memory since this call above `after_torch`, which is the
     memory after `import torch`, and `step_mb` the same above that before `make`.
     """
     begin = read_memory("VmRSS")
@@ -28,13 +28,14 @@ def serve_steps(make: Callable[[], Callable[[], object]], after_torch: float) ->
         step()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        found = []
+        found: dict[str, list[float]] = {"cpu_s": [], "wall_s": []}
         for _ in range(int(line)):
-            before = time.process_time()
+            cpu, wall = time.process_time(), time.perf_counter()
             step()
-            found.append(time.process_time() - before)
+            found["cpu_s"].append(time.process_time() - cpu)
+            found["wall_s"].append(time.perf_counter() - wall)
         peak = read_memory("VmHWM")
-        print(json.dumps({"cpu_s": found, "mb": peak - after_torch, "step_mb": peak - begin}), flush=True)
+        print(json.dumps({**found, "mb": peak - after_torch, "step_mb": peak - begin}), flush=True)
 
 
 class Stepper:
@@ -49,16 +50,18 @@ class Stepper:
             command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.seconds: list[float] = []
+        self.wall_seconds: list[float] = []
         self.mb = self.step_mb = 0.0
         self._read()
 
     def run(self, steps: int) -> None:
-        """Run steps; `seconds` of processor time gets one value more for each, `mb` and `step_mb` are new."""
+        """Run steps; `seconds` of processor time and `wall_seconds` get a value more for each, `mb` and `step_mb` are new."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
         found = self._read()
         self.seconds += found["cpu_s"]
+        self.wall_seconds += found["wall_s"]
         self.mb, self.step_mb = found["mb"], found["step_mb"]
 
     def close(self) -> None:
