@@ -1,12 +1,15 @@
 """Where the time of a training step goes, and what share of the core's own rate of matrix products it reaches.
 
     python benchmarks/step_time.py                                # every strategy at 1024x1, 512x4, 1024x4
-    python benchmarks/step_time.py 512x4 --strategies eagle3
+    python benchmarks/step_time.py 512x4 --strategies eagle3 --no-compile
 
 Whole steps (forward, backward, clipping, fused AdamW, one thread, fp32) take turns with a large square product, by
 processor time. A dispatch mode then times every operator of forward and backward by itself: products of matrices,
 attention, and the rest, which are passes over memory. What a step takes beyond them and the optimizer is overhead of
 Python and autograd. Every product is timed again alone, at its shapes and strides.
+
+Beside them, in the same turns, go steps of the same draft with its blocks compiled as `training.compile` does; the
+seconds of the compilation are those by the clock of the first steps, with torch's caches off, above those of later ones.
 
 What can be reached is what a step would take with its products as fast as alone, its attention and optimizer as they
 are, one copy of every product's result in place of all other passes, and no overhead.
@@ -33,6 +36,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_step import STRATEGIES, Case, made_up_options, prepare_samples, take_gradients
 
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.features.contracts import TrainBatch
+from draftworks.training.compiling import compile_blocks
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule
 
 aten = torch.ops.aten
@@ -66,6 +72,8 @@ class StepTime:
         passes_least_ms: of one copy of every product's result.
         gflop: what must be computed, see gpu_flops.py.
         sgemm_gflops: rate of the large square product, per second.
+        compiled_ms: of a step with the draft's blocks compiled; None without.
+        compiling_s: seconds that this took, by the clock.
     """
 
     size: str
@@ -81,6 +89,8 @@ class StepTime:
     overhead_ms: float
     gflop: float
     sgemm_gflops: float
+    compiled_ms: float | None = None
+    compiling_s: float | None = None
 
     @property
     def reached(self) -> float:
@@ -93,6 +103,11 @@ class StepTime:
         least = self.products_alone_ms + self.attention_ms + self.passes_least_ms + self.optimizer_ms
         return self._share(least)
 
+    @property
+    def compiled(self) -> float | None:
+        """Share that the step reaches with compiled blocks."""
+        return None if self.compiled_ms is None else self._share(self.compiled_ms)
+
     def _share(self, milliseconds: float) -> float:
         return self.gflop / (milliseconds / 1e3) / self.sgemm_gflops
 
@@ -101,31 +116,36 @@ def main(
     sizes: Annotated[list[str], typer.Argument(help="LENGTHxBATCH each.")] = ["1024x1", "512x4", "1024x4"],  # noqa: B006
     strategies: Annotated[list[str], typer.Option()] = list(STRATEGIES),  # noqa: B006
     steps: int = 7,
+    compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="Compiled blocks, too.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here too.")] = None,
 ) -> None:
     """Measure every strategy at every size; prints a table of milliseconds, and the aims."""
-    rows = measure(sizes, strategies, steps)
+    rows = measure(sizes, strategies, steps, compiles)
     print(table(rows))
     print_aims(aims(rows))
     if json_file is not None:
-        lines = [{**asdict(row), "reached": row.reached, "reachable": row.reachable} for row in rows]
+        lines = [
+            {**asdict(row), "reached": row.reached, "reachable": row.reachable, "compiled": row.compiled}
+            for row in rows
+        ]
         json_file.write_text(json.dumps(lines, indent=1) + "\n")
 
 
-def measure(sizes: Sequence[str], strategies: Sequence[str], steps: int) -> list[StepTime]:
+def measure(sizes: Sequence[str], strategies: Sequence[str], steps: int, compiles: bool) -> list[StepTime]:
     """Return a row per size and strategy."""
     torch.set_num_threads(1)
     cases = [Case(*map(int, size.split("x")), strategy=name) for size in sizes for name in strategies]
-    return [measure_case(case, steps) for case in cases]
+    return [measure_case(case, steps, compiles=compiles) for case in cases]
 
 
-def measure_case(case: Case, steps: int, square: int = SQUARE) -> StepTime:
+def measure_case(case: Case, steps: int, square: int = SQUARE, compiles: bool = False) -> StepTime:
     """Return the row of one case."""
     strategy, samples = prepare_samples(case)
     batch = strategy.collate(samples, [str(i) for i in range(case.batch)])
-    optimizer = BF16Optimizer(dict(strategy.model.named_parameters()), LrSchedule(1e-4, 100, "constant"))
+    optimizer = make_optimizer(strategy)
     output = take_gradients(strategy, batch)
     optimizer.step()
+    compiled = compile_step(case, batch) if compiles else None
     large = torch.randn(square, square)
     times: defaultdict[str, list[float]] = defaultdict(list)
     clocks = [OperatorClock() for _ in range(steps)]
@@ -135,6 +155,8 @@ def measure_case(case: Case, steps: int, square: int = SQUARE) -> StepTime:
         with clock:
             take_gradients(strategy, batch)
         optimizer.step()
+        if compiled is not None:
+            times["compiled"].append(cpu_seconds(compiled.step))
         times["square"].append(cpu_seconds(lambda: large @ large))
         times["step"].append(gradients + optimizing)
         times["optimizer"].append(optimizing)
@@ -162,13 +184,54 @@ def measure_case(case: Case, steps: int, square: int = SQUARE) -> StepTime:
         overhead_ms=found["overhead"] * 1e3,
         gflop=flops / 1e9,
         sgemm_gflops=2 * square**3 / found["square"] / 1e9,
+        compiled_ms=None if compiled is None else found["compiled"] * 1e3,
+        compiling_s=None if compiled is None else compiled.compiling_s,
     )
+
+
+def make_optimizer(strategy: DraftStrategy) -> BF16Optimizer:
+    return BF16Optimizer(dict(strategy.model.named_parameters()), LrSchedule(1e-4, 100, "constant"))
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step with compiled blocks, and the seconds of the compilation by the clock."""
+
+    step: Callable[[], object]
+    compiling_s: float
+
+
+FIRST_STEPS = 2
+"""Steps in which functions are compiled: a second kind of arguments makes torch compile for all sizes."""
+
+
+def compile_step(case: Case, batch: TrainBatch) -> CompiledStep | None:
+    """Return the step of a draft of the same weights with compiled blocks; None where there is no compiler."""
+    torch.compiler.reset()  # a row has nothing of the rows before
+    strategy, _ = prepare_samples(case)
+    if not compile_blocks(strategy, torch.device("cpu")):
+        return None
+    optimizer = make_optimizer(strategy)
+
+    def step() -> None:
+        take_gradients(strategy, batch)
+        optimizer.step()
+
+    with torch.compiler.config.patch(force_disable_caches=True):
+        first = sum(wall_seconds(step) for _ in range(FIRST_STEPS))
+    return CompiledStep(step, first - FIRST_STEPS * wall_seconds(step))
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
     begin = time.process_time()
     work()
     return time.process_time() - begin
+
+
+def wall_seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 @dataclass(frozen=True)
@@ -239,13 +302,16 @@ def seconds_of_a_copied_number() -> float:
 
 def table(rows: Sequence[StepTime]) -> str:
     """Return the rows as Markdown, in milliseconds; shares are of the square product's rate."""
-    return format_table(COLUMNS, [_cells(row) for row in rows])
+    if all(row.compiled is None for row in rows):
+        return format_table(COLUMNS, [_cells(row) for row in rows])
+    return format_table([*COLUMNS, *COMPILED_COLUMNS], [[*_cells(row), *_compiled_cells(row)] for row in rows])
 
 
 COLUMNS = (
     *("size", "strategy", "step", "spread", "products", "alone", "attention", "passes", "least", "AdamW", "rest"),
     *("GFLOP", "share", "reachable"),
 )
+COMPILED_COLUMNS = ("share, compiled", "compiling, s")
 
 
 def _cells(row: StepTime) -> list[str]:
@@ -254,6 +320,12 @@ def _cells(row: StepTime) -> list[str]:
     shown = [f"{number:.0f}" if abs(number) >= 10 else f"{number:.1f}" for number in numbers]
     shares = [f"{row.reached:.2f}", f"{row.reachable:.2f}"]
     return [row.size, row.strategy, f"{row.step_ms:.0f}", f"{row.spread:.0%}", *shown, *shares]
+
+
+def _compiled_cells(row: StepTime) -> list[str]:
+    if row.compiled is None or row.compiling_s is None:
+        return ["", ""]
+    return [f"{row.compiled:.2f}", f"{row.compiling_s:.0f}"]
 
 
 def aims(rows: Sequence[StepTime]) -> list[Aim]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import step_time
 import torch
 from step_time import OperatorClock, StepTime, aims, measure_case, table
 from train_step import STRATEGIES, Case
@@ -36,10 +38,29 @@ def test_every_strategy_has_a_row_whose_parts_are_in_it(strategy):
     assert f"| 24x2 | {strategy} |" in table([row])
 
 
+def test_a_compiled_step_has_its_share_beside_the_others(monkeypatch: pytest.MonkeyPatch):
+    quick = partial(step_time.compile_blocks, backend="eager")  # C++ would take half a minute
+    monkeypatch.setattr(step_time, "compile_blocks", quick)
+    row = measure_case(Case(24, 2, "dflash", **SMALL), steps=2, square=64, compiles=True)
+    assert row.compiled_ms is not None
+    assert row.compiled_ms > 0
+    assert row.compiling_s is not None
+    assert row.compiling_s > 0
+    assert table([row]).splitlines()[0].endswith("| reachable | share, compiled | compiling, s |")
+
+
+def test_without_compiled_steps_there_are_no_columns_for_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_time, "compile_blocks", lambda strategy, device: False)
+    row = measure_case(Case(24, 2, "dflash", **SMALL), steps=2, square=64, compiles=True)
+    assert row.compiled is None
+    assert "compil" not in table([row])
+
+
 def test_shares_are_of_the_square_products_rate():
     row = StepTime("1x1", "eagle3", 200, 0, 60, 50, 20, 60, 10, 20, 40, gflop=8, sgemm_gflops=80)
     assert row.reached == pytest.approx(0.5)
     assert row.reachable == pytest.approx(1.0)
+    assert replace(row, compiled_ms=100.0).compiled == pytest.approx(1.0)
     (aim,) = aims([row, replace(row, step_ms=400)])
     assert aim.found == pytest.approx(0.25)
     assert not aim.reached
