@@ -166,10 +166,7 @@ def choose_next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | N
         else:  # as likely as the last of them are others too, which count
             logits = logits.masked_fill(logits < least, -torch.inf)
     if sampling.top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        mass = ordered.softmax(-1)
-        beyond = mass.cumsum(-1) - mass >= sampling.top_p
-        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+        logits = logits.masked_fill(_find_beyond(logits, sampling.top_p), -torch.inf)
     cumulative = logits.double().softmax(-1).cumsum(-1)  # (B, V), or (B, top_k)
     picked = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1].cpu()).to(logits.device)[:, None], right=True)
     picked = picked.clamp(max=logits.shape[-1] - 1)  # (B, 1)
@@ -189,6 +186,28 @@ def _find_kth_largest(logits: Tensor, k: int) -> Tensor:
     return logits.topk(k).values[:, -1:]
 
 
+def _find_beyond(logits: Tensor, top_p: float) -> Tensor:
+    """Return which tokens are beyond the most likely ones that together have a share of `top_p`, (B, V) bool.
+
+    Of equally likely tokens the first count as more likely. Where no such token decides, sorted values tell as much as
+    their order, and numpy sorts values in a tenth of the time.
+    """
+    if _suits_numpy(logits) and logits.shape[-1] > FEW:
+        ordered = torch.from_numpy(np.sort(logits.numpy(), axis=-1)[:, ::-1].copy())
+        beyond = _is_beyond(ordered, top_p)
+        found = logits < ordered.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
+        if torch.equal(found.sum(-1), beyond.sum(-1)):
+            return found
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    beyond = _is_beyond(ordered, top_p)
+    return beyond.scatter(-1, order, beyond)
+
+
+def _is_beyond(ordered: Tensor, top_p: float) -> Tensor:
+    mass = ordered.softmax(-1)
+    return mass.cumsum(-1) - mass >= top_p
+
+
 def _list_places(found: Tensor) -> Tensor:
     """Return where a matrix is true, as places in its rows one after another."""
     if _suits_numpy(found):
@@ -202,6 +221,10 @@ def find_end_tokens(model: PreTrainedModel) -> frozenset[int]:
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None) if ids is None else ids
     return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+FEW = 256
+"""Tokens that are sorted as fast with their order as without."""
 
 
 def list_rows_to_keep(alive: Sequence[bool]) -> list[int]:

@@ -155,3 +155,14 @@ def test_tokens_are_the_same_in_a_dtype_that_numpy_lacks(options):
         choose_next_tokens(each, None, uniforms if options else None, sampling) for each in (logits, logits.float())
     ]
     assert torch.equal(*chosen)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([0, 4]), st.sampled_from([0.1, 0.6, 0.95]), st.booleans())
+def test_tokens_that_are_impossible_change_nothing(seed, top_k, top_p, ties):
+    logits = torch.randn(16, 20, generator=torch.Generator().manual_seed(seed)) * 2
+    logits = logits.round() if ties else logits
+    wide = torch.cat([logits, torch.full((16, 400), -torch.inf)], -1)
+    sampling, uniforms = ResponseSpec(temperature=0.9, top_k=top_k, top_p=top_p), torch.linspace(0, 0.999, 16).double()
+    chosen = [choose_next_tokens(each, None, uniforms, sampling) for each in (logits, wide)]
+    assert torch.equal(*chosen)
