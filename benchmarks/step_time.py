@@ -9,7 +9,8 @@ attention, and the rest, which are passes over memory. What a step takes beyond 
 Python and autograd. Every product is timed again alone, at its shapes and strides.
 
 Beside them, in the same turns, go steps of the same draft with its blocks compiled as `training.compile` does; the
-seconds of the compilation are those by the clock of the first steps, with torch's caches off, above those of later ones.
+seconds of the compilation are those by the clock of the first steps, with torch's caches off, above those of later ones:
+20 to 150 a row on a busy machine, so that most of the time goes there. `--no-compile` leaves them out.
 
 What can be reached is what a step would take with its products as fast as alone, its attention and optimizer as they
 are, one copy of every product's result in place of all other passes, and no overhead.
@@ -217,7 +218,7 @@ def compile_step(case: Case, batch: TrainBatch) -> CompiledStep | None:
         take_gradients(strategy, batch)
         optimizer.step()
 
-    with torch.compiler.config.patch(force_disable_caches=True):
+    with torch.compiler.config.patch(force_disable_caches=True):  # pyright: ignore[reportAttributeAccessIssue] - made late
         first = sum(wall_seconds(step) for _ in range(FIRST_STEPS))
     return CompiledStep(step, first - FIRST_STEPS * wall_seconds(step))
 
