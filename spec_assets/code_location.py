@@ -7,7 +7,7 @@ from pathlib import Path
 import dagster as dg
 
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.targets.registry import HELDOUT, Registry
+from draftworks.targets.registry import HELDOUT, ReadOnceRegistry, Registry
 from jobs import make_jobs
 from jobs.acting import make_training_jobs
 from jobs.pruning import make_prune_job
@@ -51,17 +51,17 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
         module: what the processes of steps are to have imported, which is this one unless another holds the definitions
             of this registry.
     """
-    registry = Registry(registry_root)
-    targets, evals = make_target_partitions(registry), list_free_eval_names(registry)
+    registry, loading = Registry(registry_root), ReadOnceRegistry(registry_root)  # of all that is asked while loading
+    targets, evals = make_target_partitions(loading), list_free_eval_names(loading)
     strategies = [resolve_strategy(name) for name in list_strategies()]
     exported = [strategy for strategy in strategies if strategy.exports]
-    in_service = list_promoted_strategies(registry)
+    in_service = list_promoted_strategies(loading)
     promoted = [strategy for strategy in exported if strategy.name in in_service]
-    to_decide = list_decided_strategies(registry)
+    to_decide = list_decided_strategies(loading)
     decided = [strategy for strategy in promoted if strategy.name in to_decide]
     training = make_training_jobs(each.name for each in decided)
     deciding = make_decision_jobs(each.name for each in decided)
-    in_production = list_observed_strategies(registry)
+    in_production = list_observed_strategies(loading)
     observed = [strategy for strategy in strategies if strategy.name in in_production]
     assets = [
         *dg.load_assets_from_modules(MODULES),

@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from draftworks.config.base import SpecType
 from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.draft_config import read_draft_config
 from draftworks.config.launchers import LauncherSpec, check_overrides, merge_launcher
@@ -32,6 +31,7 @@ from draftworks.storage.asset_names import HELDOUT
 from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_bytes
 
+Read = TypeVar("Read")
 KINDS = ("targets", "datasets", "evals")
 """The folders of a registry; each YAML file in them is one entry."""
 DEPLOYMENT = "deployment.yaml"
@@ -168,9 +168,13 @@ class Registry:
 
     def _has_word(self, target: str, word: bytes) -> bool:
         try:
-            return word in read_bytes(self._find_path("targets", target), MAX_BYTES)
-        except (ConfigError, OSError, ValueError):
+            return word in self._read_target_file(target)
+        except (OSError, ValueError):
             return False
+
+    def _read_target_file(self, name: str) -> bytes:
+        # No Path and no look whether it exists: of a thousand files, those cost as much as reading.
+        return read_bytes(os.path.join(self.root, "targets", f"{require_name(name)}.yaml"), MAX_BYTES)
 
     def _find_path(self, kind: str, name: str) -> Path:
         try:
@@ -187,9 +191,15 @@ class Registry:
 
 @dataclass(frozen=True)
 class ReadOnceRegistry(Registry):
-    """Registry whose shared entries are as they were when they were first asked for, so that many targets read each once."""
+    """Registry whose entries are as they were when they were first asked for, so that whoever asks often reads each once."""
 
     _read: dict[tuple[str, ...], Any] = field(default_factory=dict, compare=False)
+
+    def list_targets(self) -> list[str]:
+        return list(self._remember(super().list_targets))
+
+    def load_target(self, name: str) -> TargetSpec:
+        return self._remember(super().load_target, name)
 
     def load_dataset(self, name: str) -> DatasetSpec:
         return self._remember(super().load_dataset, name)
@@ -200,7 +210,10 @@ class ReadOnceRegistry(Registry):
     def load_deployment(self) -> DeploymentSpec:
         return self._remember(super().load_deployment)
 
-    def _remember(self, load: Callable[..., SpecType], *name: str) -> SpecType:
+    def _read_target_file(self, name: str) -> bytes:
+        return self._remember(super()._read_target_file, name)
+
+    def _remember(self, load: Callable[..., Read], *name: str) -> Read:
         key = (load.__name__, *name)
         if key not in self._read:
             self._read[key] = load(*name)
