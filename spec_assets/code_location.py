@@ -81,7 +81,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
     checks = [
         *map(make_eval_features_check, [HELDOUT, *evals]),
         *map(make_draft_check, strategies),
-        *(check for strategy in strategies for check in make_report_checks(strategy)),
+        *map(make_report_checks, strategies),
         *map(make_export_checks, exported),
         *map(make_serving_check, exported),
         *map(make_promoted_check, promoted),

@@ -34,10 +34,21 @@ def yield_gated(
     Raises:
         GateClosed: the check failed, and `gates` says error.
     """
-    closed = not result.passed and getattr(target.gates, gate) == "error"
-    yield report_check(context, result._replace(severity=dg.AssetCheckSeverity.ERROR) if closed else result)
-    if closed:
-        raise GateClosed(explain_refusal(target, gate, result))
+    refusal = find_refusal(target, gate, result)
+    yield report_check(context, as_gate(result, refusal))
+    if refusal is not None:
+        raise GateClosed(refusal)
+
+
+def as_gate(result: dg.AssetCheckResult, refusal: str | None) -> dg.AssetCheckResult:
+    """Return a check's result as an error if it fails the run."""
+    return result if refusal is None else result._replace(severity=dg.AssetCheckSeverity.ERROR)
+
+
+def find_refusal(target: TargetSpec, gate: str, result: dg.AssetCheckResult) -> str | None:
+    """Return why a check's result fails the run: it failed, and the target's `gates` say error; else None."""
+    closed = not result.passed and getattr(target.gates, gate, None) == "error"
+    return explain_refusal(target, gate, result) if closed else None
 
 
 def explain_refusal(target: TargetSpec, gate: str, result: dg.AssetCheckResult) -> str:
@@ -57,8 +68,9 @@ def check_export_gates(workspace: Workspace, strategy: StrategySpec, target: Tar
     for gate, judge in REPORT_JUDGES.items():
         if getattr(target.gates, gate) == "error":
             result = judge(workspace, of_strategy(strategy.name).report, target.name)
-            if not result.passed:
-                raise GateClosed(f"not exported. {explain_refusal(target, gate, result)}")
+            refusal = find_refusal(target, gate, result)
+            if refusal is not None:
+                raise GateClosed(f"not exported. {refusal}")
 
 
 def judge_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:

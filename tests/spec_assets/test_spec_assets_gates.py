@@ -51,7 +51,7 @@ def checked(registry: Path) -> dg.ExecuteInProcessResult:
 
     defs = dg.Definitions(
         assets=[report, follows],
-        asset_checks=make_gate_checks(ASSET),
+        asset_checks=[make_gate_checks(ASSET)],
         jobs=[dg.define_asset_job("all", dg.AssetSelection.all())],
         resources={"workspace": Workspace(registry_root=str(registry))},
     )

@@ -29,7 +29,7 @@ def evaluated(registry: Path, made: bool = True) -> dict[str, dg.AssetCheckEvalu
 
     defs = dg.Definitions(
         assets=[report],
-        asset_checks=make_gate_checks(ASSET),
+        asset_checks=[make_gate_checks(ASSET)],
         jobs=[dg.define_asset_job("all", dg.AssetSelection.all())],
         resources={"workspace": Workspace(registry_root=str(registry))},
     )
