@@ -16,12 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import click
-import dagster as dg
-from dagster._cli import create_dagster_cli
-
-from draftworks.errors import DraftworksError
-from jobs.instance_problems import describe_instance_problem
+from resources.step_processes import CODE_LOCATION, start_ahead
 
 CONSOLE = Path(__file__).with_name("console.yaml")
 LOCATION = "spec_assets.definitions"
@@ -30,10 +25,28 @@ UNUSED_GATES = "dagster._core.execution.plan.active"
 """Logger that warns of every check that is skipped together with its asset, although that is normal here."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, ahead: bool = False) -> int:
     """Execute a job. Returns the exit code: 0, 1 if the run failed (its last lines say why), 2 if it could not
-    begin."""
+    begin.
+
+    Args:
+        ahead: start the process from which those of steps are forked while this one imports Dagster.
+    """
     options = _build_parser().parse_args(arguments)
+    with _silence_steps():
+        if ahead:
+            start_ahead(LOCATION if options.file is None else CODE_LOCATION)
+        return _execute(options)
+
+
+def _execute(options: argparse.Namespace) -> int:
+    import click
+    import dagster as dg
+    from dagster._cli import create_dagster_cli
+
+    from draftworks.errors import DraftworksError
+    from jobs.instance_problems import describe_instance_problem
+
     location = ["-m", LOCATION] if options.file is None else ["-f", str(options.file)]
     command = ["job", "execute", *location, "-j", options.job, "-c", str(CONSOLE)]
     command += [word for file in options.config for word in ("-c", str(file))]
@@ -41,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command += ["--tags", json.dumps({"dagster/partition": options.target})]
     logging.getLogger(UNUSED_GATES).setLevel(logging.ERROR)
     try:
-        with _silence_steps():
-            create_dagster_cli().main(command, prog_name="dagster", standalone_mode=False)
+        create_dagster_cli().main(command, prog_name="dagster", standalone_mode=False)
     except (click.UsageError, DraftworksError, dg.DagsterError) as error:
         reason = error.format_message() if isinstance(error, click.ClickException) else str(error)
         print(f"error: {describe_instance_problem(error) or reason}", file=sys.stderr)
@@ -83,4 +95,4 @@ def _silence_steps() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ahead=True))

@@ -8,11 +8,12 @@ import dagster as dg
 
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.targets.registry import HELDOUT, ReadOnceRegistry, Registry
-from jobs import make_jobs
+from jobs.standard import make_jobs
 from jobs.acting import make_training_jobs
 from jobs.pruning import make_prune_job
 from resources.deployment_launcher import make_deployment_launcher
 from resources.sglang_server import SGLangServer
+from resources.step_processes import list_preloaded
 from resources.workspace import Workspace
 from sensors import make_schedules, make_sensors
 from spec_assets import data, features, inputs
@@ -39,9 +40,6 @@ from spec_assets.serving import make_serving_asset, make_serving_check
 from spec_assets.thinking_comparison import thinking_comparison
 
 MODULES = [inputs, data, features]
-PRELOADED = "dagster._core.storage.sqlite_storage"
-"""With the code location, what the process of every step has imported from the start. Importing it would otherwise take
-half the time of a step whose result exists."""
 
 
 def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definitions:
@@ -105,7 +103,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
             "launcher": make_deployment_launcher(registry.load_deployment().launcher),
             "sglang": SGLangServer(**workspace.sglang.model_dump()),
         },
-        executor=make_executor(registry, preload=[module, PRELOADED]),
+        executor=make_executor(registry, preload=list_preloaded(module)),
         loggers={"console": console},
     )
 

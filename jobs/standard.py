@@ -1,0 +1,80 @@
+"""Asset jobs, each run for one partition (target model) at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import dagster as dg
+
+from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.storage.asset_names import (
+    FP8_GATE,
+    HELDOUT,
+    HELDOUT_FEATURES,
+    THINKING_COMPARISON,
+    of_eval_set,
+    of_strategy,
+)
+
+INPUTS = dg.AssetSelection.groups("inputs")
+JUDGE_FP8 = "judge_fp8"
+SERVING = dg.AssetSelection.groups("serving")
+
+
+def make_jobs(evals: Sequence[str], decided: Sequence[str] = ()) -> list:
+    """Return all jobs; `train_{strategy}` exists for each strategy, the others once.
+
+    Args:
+        decided: strategies that have the asset `{strategy}_decision`, which is made with the reports.
+    """
+    prepare = INPUTS | dg.AssetSelection.groups("data", "features")
+    eval_data = [asset for name in [HELDOUT, *evals] for asset in of_eval_set(name)]
+    eval_data += [of_strategy(strategy).decision for strategy in decided]
+    evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets(*eval_data)
+    return [
+        _define_job("resolve", INPUTS, "Read the inputs again and record their current versions."),
+        _define_job("prepare", prepare, "From conversations to captured features."),
+        *(_define_train_job(strategy) for strategy in list_strategies()),
+        _define_job("evaluate", evaluate, "Measure the drafts that exist, on the eval data of today."),
+        _define_job(
+            "serve",
+            INPUTS | SERVING,
+            "Measure what a live server accepts of the exported drafts, for targets that request it.",
+        ),
+        _define_job(
+            "leaderboard",
+            dg.AssetSelection.assets("leaderboard"),
+            "Rank the drafts of all targets by their newest reports.",
+        ),
+        _define_job(
+            JUDGE_FP8,
+            INPUTS | dg.AssetSelection.groups("data") | dg.AssetSelection.assets(HELDOUT_FEATURES, FP8_GATE),
+            "Compare drafts trained on plain features and on features in fp8, before these are captured.",
+        ),
+        _define_job(
+            "compare_thinking",
+            INPUTS | dg.AssetSelection.groups("data") | dg.AssetSelection.assets(HELDOUT_FEATURES, THINKING_COMPARISON),
+            "Train on answers with thinking on, off and both, and compare what is accepted of each.",
+        ),
+        _define_job(
+            "everything",
+            dg.AssetSelection.all()
+            - dg.AssetSelection.assets(FP8_GATE, THINKING_COMPARISON)
+            - dg.AssetSelection.groups("production"),
+            "From conversations to measured and exported drafts.",
+        ),
+    ]
+
+
+def _define_train_job(strategy: str) -> object:
+    names = [of_strategy(strategy).draft, of_strategy(strategy).report]
+    if resolve_strategy(strategy).exports:
+        names.append(of_strategy(strategy).export)
+    selection = INPUTS | dg.AssetSelection.assets(*names)
+    return _define_job(
+        f"train_{strategy}", selection, f"Train, measure and export the {strategy} draft on features that exist."
+    )
+
+
+def _define_job(name: str, selection: dg.AssetSelection, description: str) -> object:
+    return dg.define_asset_job(name, selection=selection, description=description)
