@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
@@ -14,6 +13,7 @@ from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.plausible_values import check_values
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
+from draftworks.storage.installed import read_version
 from draftworks.targets.registry import Registry
 
 TARGET_CHECKS = "target_checks"
@@ -58,7 +58,7 @@ def is_examined(
 def _locate_cached(
     target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], cache_folder: Path
 ) -> Path:
-    versions = [version(library) for library in _LIBRARIES]
+    versions = [read_version(library) for library in _LIBRARIES]
     sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
     inputs = [target.model_dump(mode="json", exclude={"launcher"}), files.model_dump(mode="json"), sets, dict(data)]
     return cache_folder / f"{digest([REVISION, versions, inputs])}.json"

@@ -13,9 +13,9 @@ from draftworks.preflight.examine import examine_entry
 from draftworks.preflight.findings import Finding
 from draftworks.preflight.object_storage import find_storage_problems
 from draftworks.preflight.schedulers import find_refused_jobs, list_scheduler_users
-from draftworks.storage.identity import FileDigests
+from draftworks.storage.identity import FileDigests, ReadOnceDigests
 from draftworks.storage.words import format_count
-from draftworks.targets.registry import Registry
+from draftworks.targets.registry import ReadOnceRegistry
 
 REGISTRY = Path(__file__).resolve().parents[2] / "registry"
 _LONGEST_WAIT_S = 10.0
@@ -32,12 +32,12 @@ def check(
     Reads no weights. Schedulers that jobs are to run in are asked whether they would take them, and object storage is
     written to. Exit code 1 if there is an error, else 0.
     """
-    found = Registry(registry)
+    found = ReadOnceRegistry(registry)
     try:
         shared = found.find_shared_problems()
         names = target or found.list_targets()
         var = None if shared else found.resolve_var_folder()
-        digests = FileDigests(None if var is None else var / "digests.json")
+        digests = ReadOnceDigests(FileDigests(None if var is None else var / "digests.json"))
         if not shared:
             shared += find_storage_problems(found, longest_wait_s=_LONGEST_WAIT_S)
         if not names:

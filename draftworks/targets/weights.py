@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
+from draftworks.storage.installed import read_version
 from draftworks.storage.regular_files import read_json
 from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
 from draftworks.targets.quantized_headers import strip_quantization
@@ -176,7 +176,7 @@ def read_model_config(target: TargetFiles) -> PreTrainedConfig | str:
         if kind in CONFIG_MAPPING:
             raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
         code = " without code of its own (auto_map), which is never run" if needs_code else ""
-        return f"transformers {version('transformers')} does not know the model_type {kind!r} of {path}{code}"
+        return f"transformers {read_version('transformers')} does not know the model_type {kind!r} of {path}{code}"
     except Exception as error:  # each configuration class may raise errors of its own
         raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
 
@@ -329,7 +329,7 @@ def _make_verdict_key(target: TargetFiles, backend: str) -> str:
     index = None
     if target.revision is None and (path := Path(target.model) / INDEX).is_file():
         index = path.read_text(encoding="utf-8", errors="replace")
-    return digest([CHECK_REVISION, version("transformers"), target.digest, index, backend == "hf"])
+    return digest([CHECK_REVISION, read_version("transformers"), target.digest, index, backend == "hf"])
 
 
 def _read_verdict(verdict: Path | None) -> WeightsCheck | None:
