@@ -59,6 +59,7 @@ COMMANDS = {
     "mooncake_store": f"env LD_LIBRARY_PATH={MOONCAKE_LIBRARIES} .venv-mooncake/bin/python benchmarks/mooncake_store.py",
     "slurm_start": "python benchmarks/slurm_start.py",
     "decisions": "python benchmarks/decisions.py --repeats 5",
+    "code_location": "python benchmarks/code_location.py",
     "prune": "python benchmarks/prune.py",
     "plan": "python benchmarks/plan.py",
     "fleet_year": "python benchmarks/fleet_year.py --seeds 2",
