@@ -3,7 +3,6 @@
 import dagster as dg
 from pydantic import Field
 
-from draftworks.retention.place import Place
 from resources.workspace import Workspace
 from sensors.running_targets import find_runs_under_way
 
@@ -18,6 +17,7 @@ class PruneConfig(dg.Config):
 
 @dg.op(description="Remove results, features and logs that nothing in use needs; see docs/how-to/retention.md.")
 def prune_results(context: dg.OpExecutionContext, config: PruneConfig, workspace: Workspace) -> None:
+    from draftworks.retention.place import Place
     from draftworks.retention.removable import plan_removal
     from draftworks.retention.removal import remove_items
     from draftworks.retention.survey import survey

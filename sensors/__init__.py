@@ -14,7 +14,6 @@ from typing import Any
 import dagster as dg
 
 from draftworks.targets.registry import Registry
-from sensors.acting import make_decision_sensors
 from sensors.notifications import make_notification_sensor
 from sensors.observation import make_observe_sensors
 from sensors.orphans import make_orphan_sensor
@@ -38,10 +37,16 @@ def make_sensors(registry: Registry, acting: Sequence[Any] = ()) -> list[dg.Sens
         make_reevaluation_sensor(registry.list_targets(), status, deployment.reevaluation_interval_s),
         make_orphan_sensor(registry),
         make_pool_slot_sensor(),
-        *make_decision_sensors(registry, acting),
+        *(_make_decision_sensors(registry, acting) if acting else ()),
         make_notification_sensor(registry),
         *make_observe_sensors(registry),
     ]
+
+
+def _make_decision_sensors(registry: Registry, acting: Sequence[Any]) -> list[dg.SensorDefinition]:
+    from sensors.acting import make_decision_sensors  # where no entry has a decision, loading imports nothing of them
+
+    return make_decision_sensors(registry, acting)
 
 
 def make_schedules(registry: Registry) -> list[dg.ScheduleDefinition]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dagster as dg
 
 from draftworks.errors import DraftworksError
-from draftworks.notifications.channels import Channels
-from draftworks.notifications.looking import keep_new_events
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
@@ -42,6 +40,9 @@ def tell_people(context: dg.SensorEvaluationContext, workspace: Workspace) -> li
     deployment = workspace.registry.load_deployment()
     if not deployment.notifications:
         return ["notifications has no channel"]
+    from draftworks.notifications.channels import Channels  # after this: without a channel nothing of it is imported
+    from draftworks.notifications.looking import keep_new_events
+
     runs, warn = EndedRuns(context.instance, deployment.ui_url), context.log.warning
     with Channels(workspace.var, deployment.notifications) as channels:
         if not channels.is_held:

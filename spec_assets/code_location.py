@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 
-from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.config.strategies import StrategySpec, list_strategies, resolve_strategy
 from draftworks.targets.registry import HELDOUT, ReadOnceRegistry, Registry
 from jobs.standard import make_jobs
-from jobs.acting import make_training_jobs
 from jobs.pruning import make_prune_job
 from resources.deployment_launcher import make_deployment_launcher
 from resources.sglang_server import SGLangServer
@@ -57,7 +58,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
     promoted = [strategy for strategy in exported if strategy.name in in_service]
     to_decide = list_decided_strategies(loading)
     decided = [strategy for strategy in promoted if strategy.name in to_decide]
-    training = make_training_jobs(each.name for each in decided)
+    training = _make_training_jobs(decided) if decided else []
     deciding = make_decision_jobs(each.name for each in decided)
     in_production = list_observed_strategies(loading)
     observed = [strategy for strategy in strategies if strategy.name in in_production]
@@ -106,6 +107,12 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
         executor=make_executor(registry, preload=list_preloaded(module)),
         loggers={"console": console},
     )
+
+
+def _make_training_jobs(strategies: Sequence[StrategySpec]) -> list[Any]:
+    from jobs.acting import make_training_jobs  # where no entry has a decision, loading imports nothing of them
+
+    return make_training_jobs(each.name for each in strategies)
 
 
 def list_free_eval_names(registry: Registry) -> list[str]:

@@ -14,8 +14,6 @@ import dagster as dg
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import ProduceRun, StreamPlace
 from draftworks.config.streaming import StreamFollower, StreamingSpec, require_one_schedule
-from draftworks.dataflow.controller import DataFlowController
-from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_json
@@ -169,6 +167,9 @@ def _count_all_in(database: Path, place: StreamPlace) -> None:
     """Let all followers of a stream take part, those too that failed in an earlier attempt; no process uses it yet."""
     if database.exists():
         from draftworks.runtime.stream_rounds import find_newest_run
+
+        from draftworks.dataflow.controller import DataFlowController
+        from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 
         controller = DataFlowController(place.run_id, SQLiteMetadataStore(database))
         for each in place.followers:

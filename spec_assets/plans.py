@@ -4,10 +4,6 @@ import logging
 from typing import Any
 
 from draftworks.errors import DraftworksError
-from draftworks.planning.plan import make_plan
-from draftworks.planning.plan_table import build_header, build_rows
-from draftworks.planning.saved_plan import compare_plan, load_plan, save_plan
-from draftworks.planning.subject import PlanSubject
 from draftworks.storage.asset_names import of_strategy
 from resources.workspace import Workspace
 from spec_assets.metadata import format_table
@@ -20,6 +16,11 @@ def describe_plans(workspace: Workspace, target: str) -> dict[str, dict[str, Any
 
     A plan decides nothing, so one that cannot be made is a word in the log and ends no run.
     """
+    from draftworks.planning.plan import make_plan  # one step of a run plans, and every process loads this module
+    from draftworks.planning.plan_table import build_header, build_rows
+    from draftworks.planning.saved_plan import compare_plan, load_plan, save_plan
+    from draftworks.planning.subject import PlanSubject
+
     try:
         subject = PlanSubject.of(target, workspace.registry)
         saved = load_plan(workspace.var, target)
