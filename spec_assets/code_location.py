@@ -10,8 +10,8 @@ import dagster as dg
 
 from draftworks.config.strategies import StrategySpec, list_strategies, resolve_strategy
 from draftworks.targets.registry import HELDOUT, ReadOnceRegistry, Registry
-from jobs.standard import make_jobs
 from jobs.pruning import make_prune_job
+from jobs.standard import make_jobs
 from resources.deployment_launcher import make_deployment_launcher
 from resources.sglang_server import SGLangServer
 from resources.step_processes import list_preloaded

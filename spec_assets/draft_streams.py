@@ -166,10 +166,9 @@ def open_stream(
 def _count_all_in(database: Path, place: StreamPlace) -> None:
     """Let all followers of a stream take part, those too that failed in an earlier attempt; no process uses it yet."""
     if database.exists():
-        from draftworks.runtime.stream_rounds import find_newest_run
-
         from draftworks.dataflow.controller import DataFlowController
         from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
+        from draftworks.runtime.stream_rounds import find_newest_run
 
         controller = DataFlowController(place.run_id, SQLiteMetadataStore(database))
         for each in place.followers:
