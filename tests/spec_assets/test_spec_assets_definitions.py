@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import dagster as dg
@@ -39,15 +40,27 @@ def test_loading_imports_no_heavy_module():
     assert loaded_heavy_modules(REGISTRY) == "[]"
 
 
-def test_a_thousand_targets_load_in_under_three_seconds(tmp_path: Path):
-    """CPU time of the whole process, which other work on the machine does not affect."""
+def test_a_thousand_targets_load_in_a_few_times_what_importing_dagster_takes(tmp_path: Path):
+    """CPU time of whole processes; 1.9 times was measured."""
     (tmp_path / "targets").mkdir()
     for number in range(1000):
         (tmp_path / "targets" / f"target-{number:04}.yaml").write_text("model: m\ndataset: d\n")
+
+    def load() -> None:
+        assert loaded_heavy_modules(tmp_path) == "[]"
+
+    def import_dagster() -> None:
+        subprocess.run([sys.executable, "-c", "import dagster"], check=True)
+
+    assert children_seconds(load) < 4 * children_seconds(import_dagster)
+
+
+def children_seconds(work: Callable[[], None]) -> float:
+    """Return the CPU time of the processes that it ran."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert loaded_heavy_modules(tmp_path) == "[]"
+    work()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 3
+    return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
 
 
 def test_every_registry_entry_is_a_partition(site):
