@@ -36,7 +36,8 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 MOONCAKE_LIBRARIES = ".venv-mooncake/libraries/usr/lib/x86_64-linux-gnu:.venv-mooncake/libraries/lib/x86_64-linux-gnu"
 COMMANDS = {
     "demo": "python benchmarks/demo.py --against f5da8b1",
-    "step_time": "python benchmarks/step_time.py",
+    "step_time": "python benchmarks/step_time.py --no-compile",
+    "compiled_steps": "python benchmarks/step_time.py 512x4 --steps 3",
     "rivals": "python benchmarks/rivals.py",
     "two_ranks": "python benchmarks/two_ranks.py",
     "hf_rates": "python benchmarks/hf_rates.py",
