@@ -84,6 +84,8 @@ COMPACT_BELOW = 0.85
 """Ended batch rows are removed once fewer than this share is still decoding: copying the cache costs time too."""
 COMPACT_STEPS_BELOW = 0.97
 """The same for `llama_steps`, which copies only the rows that take the place of ended ones."""
+FEW = 256
+"""Tokens that are sorted as fast with their order as without."""
 
 
 @torch.inference_mode()
@@ -221,10 +223,6 @@ def find_end_tokens(model: PreTrainedModel) -> frozenset[int]:
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None) if ids is None else ids
     return frozenset([ids] if isinstance(ids, int) else ids or ())
-
-
-FEW = 256
-"""Tokens that are sorted as fast with their order as without."""
 
 
 def list_rows_to_keep(alive: Sequence[bool]) -> list[int]:
