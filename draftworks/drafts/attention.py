@@ -4,10 +4,10 @@ Used by the blocks of DFlash (`Blocks.make_seen_keys`) and the chains of P-EAGLE
 holds the four bounds of each draft token, and every back end derives its mask from them.
 
 Three back ends give the same numbers to rounding. `eager` writes the mask out. `sdpa` processes the tokens in groups,
-restricts the keys to what a group sees, and rebuilds masks for the gradients instead of keeping them. `flex` compiles
-the mask and skips the tiles it leaves out. `auto` is flex on a GPU where a probe succeeded (draftworks.drafts.flex),
-because no other kernel of torch takes such a mask without reading all of it; elsewhere, and for fewer tokens than a
-tile, it is sdpa.
+restricts the keys to what a group sees, and keeps masks for all layers and for the gradients while they are small.
+`flex` compiles the mask and skips the tiles it leaves out. `auto` is flex on a GPU where a probe succeeded
+(draftworks.drafts.flex), because no other kernel of torch takes such a mask without reading all of it; elsewhere, and
+for fewer tokens than a tile, it is sdpa.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from draftworks.drafts.torch_compile import without_compile
 
 GROUP_TOKENS = {"cpu": 128, "cuda": 4096}
 """Query tokens per group of the `sdpa` back end, by device type."""
+KEPT_MASKS = 2**24
+"""Bytes of a batch's masks that are kept; others are made again in every layer, forward and backward."""
 TILE = 128
 """Queries, and keys, per tile: the default of flex's kernels."""
 
@@ -174,6 +176,25 @@ def _list_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
+class GroupMasks:
+    """The groups of a batch's draft tokens, and their masks."""
+
+    def __init__(self, seen: SeenKeys, pieces: list[slice]) -> None:
+        self.groups = seen.make_groups(pieces)
+        self._seen, self._room = seen, KEPT_MASKS
+        self._kept: dict[int, Tensor] = {}
+
+    def make(self, number: int) -> Tensor:
+        """Return the mask (B, 1, tokens, its keys) bool of a group."""
+        mask = self._kept.get(number)
+        if mask is None:
+            mask = self._seen.make_mask(self.groups[number])
+            if mask.numel() <= self._room:
+                self._kept[number] = mask
+                self._room -= mask.numel()
+        return mask
+
+
 class DraftAttention:
     """Attention of a batch's draft tokens, shared by all layers: masks are built once for each window.
 
@@ -192,7 +213,7 @@ class DraftAttention:
         self._seen = seen
         self._backend = backend
         self._pieces: list[slice] = []
-        self._groups: dict[Window | None, list[Group]] = {}
+        self._masks: dict[Window | None, GroupMasks] = {}
         self._flex_masks: dict[Window | None, Any] = {}
 
     @without_compile  # groups differ from batch to batch; flex is compiled by itself
@@ -224,14 +245,13 @@ class DraftAttention:
         return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(query.dtype) @ value
 
     def _sdpa(self, query: Tensor, context: KeyValue, own: KeyValue, window: Window | None) -> Tensor:
-        seen = self._seen.with_window(window)
-        if window not in self._groups:
+        if window not in self._masks:
             # Pieces follow documents, so they are cut from the bounds before a window moves the beginnings.
             self._pieces = self._pieces or self._seen.split_tokens(
                 GROUP_TOKENS.get(query.device.type, GROUP_TOKENS["cuda"])
             )
-            self._groups[window] = seen.make_groups(self._pieces)
-        return _InGroups.apply(seen, self._groups[window], query, *context, *own)
+            self._masks[window] = GroupMasks(self._seen.with_window(window), self._pieces)
+        return _InGroups.apply(self._masks[window], query, *context, *own)
 
     def _flex(self, query: Tensor, context: KeyValue, own: KeyValue, window: Window | None) -> Tensor:
         if window not in self._flex_masks:
@@ -242,18 +262,18 @@ class DraftAttention:
 
 
 class _InGroups(torch.autograd.Function):
-    """Attention group by group; neither masks, scores nor a group's keys are kept for the backward pass."""
+    """Attention group by group; neither scores nor a group's keys are kept for the backward pass."""
 
     @staticmethod
-    def forward(ctx, seen: SeenKeys, groups: list[Group], query: Tensor, *keys_and_values: Tensor) -> Tensor:
+    def forward(ctx, masks: GroupMasks, query: Tensor, *keys_and_values: Tensor) -> Tensor:
         kernel = choose_masked_kernel(query.device.type, query.dtype, query.shape[-1])
         output, sums = torch.empty_like(query), []
-        for group in groups:
-            attended = kernel.forward(*_part(group, query, *keys_and_values), seen.make_mask(group))
+        for number, group in enumerate(masks.groups):
+            attended = kernel.forward(*_part(group, query, *keys_and_values), masks.make(number))
             output[:, :, group.tokens] = attended.output
             sums.append(attended.lse)
         ctx.save_for_backward(query, *keys_and_values, output, *sums)
-        ctx.seen, ctx.groups, ctx.kernel = seen, groups, kernel
+        ctx.masks, ctx.kernel = masks, kernel
         return output
 
     @staticmethod
@@ -261,16 +281,16 @@ class _InGroups(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         query, *keys_and_values, output = ctx.saved_tensors[:6]
         gradients = [torch.zeros_like(x) for x in (query, *keys_and_values)]
-        for group, lse in zip(ctx.groups, ctx.saved_tensors[6:], strict=True):
+        for number, (group, lse) in enumerate(zip(ctx.masks.groups, ctx.saved_tensors[6:], strict=True)):
             attended = Attended(output[:, :, group.tokens], lse)
             inputs = _part(group, query, *keys_and_values)
-            d_query, *both = ctx.kernel.backward(grad[:, :, group.tokens], *inputs, ctx.seen.make_mask(group), attended)
+            d_query, *both = ctx.kernel.backward(grad[:, :, group.tokens], *inputs, ctx.masks.make(number), attended)
             gradients[0][:, :, group.tokens] = d_query
             reach = group.context.stop - group.context.start
             for d_joined, d_context, d_own in zip(both, gradients[1:3], gradients[3:], strict=True):
                 d_context[:, :, group.context] += d_joined[:, :, :reach]
                 d_own[:, :, group.own] += d_joined[:, :, reach:]
-        return None, None, *gradients
+        return None, *gradients
 
 
 def _part(group: Group, query: Tensor, *keys_and_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

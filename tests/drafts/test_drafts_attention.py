@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from draftworks.drafts.anchors import Blocks, place_blocks
-from draftworks.drafts.attention import TILE, DraftAttention, KeyValue, SeenKeys, Window
+from draftworks.drafts import attention
+from draftworks.drafts.attention import TILE, DraftAttention, GroupMasks, KeyValue, SeenKeys, Window
 from draftworks.drafts.documents import Documents
 from draftworks.strategies.peagle.chains import Chains
 
@@ -152,6 +153,20 @@ def test_back_ends_attend_alike_and_groups_have_the_gradients_of_the_written_out
     torch.testing.assert_close(sums["sdpa"], sums["eager"], rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(attended("flex"), sums["eager"][0], rtol=1e-5, atol=1e-5)
+
+
+def test_masks_are_kept_while_there_is_room_and_are_the_same_when_made_again(monkeypatch):
+    blocks = drawn((300,), 2, 90, 4)
+    seen = blocks.make_seen_keys(300)
+    pieces = seen.split_tokens(128)
+    kept = GroupMasks(seen, pieces)
+    first = [kept.make(number) for number in range(len(pieces))]
+    assert all(kept.make(number) is mask for number, mask in enumerate(first))
+    monkeypatch.setattr(attention, "KEPT_MASKS", first[0].numel())
+    scarce = GroupMasks(seen, pieces)
+    again = [scarce.make(number) for number in range(len(pieces))]
+    assert all(torch.equal(mask, other) for mask, other in zip(first, again, strict=True))
+    assert [scarce.make(number) is mask for number, mask in enumerate(again)] == [True] + [False] * (len(pieces) - 1)
 
 
 @torch.no_grad()
