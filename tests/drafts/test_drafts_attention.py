@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-from draftworks.drafts.anchors import Blocks, place_blocks
 from draftworks.drafts import attention
+from draftworks.drafts.anchors import Blocks, place_blocks
 from draftworks.drafts.attention import TILE, DraftAttention, GroupMasks, KeyValue, SeenKeys, Window
 from draftworks.drafts.documents import Documents
 from draftworks.strategies.peagle.chains import Chains
