@@ -110,7 +110,8 @@ class _SwigluFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
-        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        d_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         return d_gate, F.silu(gate).mul_(grad)
 
 
