@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.chunked_loss import chunked_loss
+from draftworks.drafts.logit_losses import chunked_loss
 
 HIDDEN, VOCAB = 5, 11
 

@@ -124,12 +124,10 @@ def test_the_recipe_has_the_plan_on_its_page(finished):
 
 
 def test_a_plan_that_cannot_be_made_ends_no_run(finished, monkeypatch, caplog):
-    from spec_assets import plans
-
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(plans, "make_plan", fail)
+    monkeypatch.setattr("draftworks.planning.plan.make_plan", fail)
     assert describe_plans_of(finished.site) == {}
     assert "cannot be shown" in caplog.text
 

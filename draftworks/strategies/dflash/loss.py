@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.drafts.logit_losses import cross_entropy, find_argmax
+from draftworks.drafts.logit_losses import chunked_loss, cross_entropy, find_argmax
 
 LabelWeighting = Callable[[Tensor, Tensor], Tensor]
 """From the cross-entropies (n, k) and the label mask (n, k) bool of whole blocks to the labels' loss weights (n, k)."""

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.drafts.logit_losses import find_largest, log_probs_at
+from draftworks.drafts.logit_losses import chunked_loss, find_largest, log_probs_at
 from draftworks.strategies.dflash.loss import (
     BlockChunk,
     LabelWeighting,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.drafts.logit_losses import cross_entropy
+from draftworks.drafts.logit_losses import chunked_loss, cross_entropy
 from draftworks.strategies.dflash.loss import (
     BlockChunk,
     LabelWeighting,

@@ -1,6 +1,6 @@
 """Distillation of the target's next-token distributions over a reduced vocabulary (EAGLE-3, P-EAGLE).
 
-A formula of the logits, on the wrapper of draftworks.drafts.chunked_loss: a chunk is some teacher positions, with the labels
+A formula of the logits, on the wrapper of draftworks.drafts.logit_losses: a chunk is some teacher positions, with the labels
 of all steps that they teach. So a distribution is computed once for all steps, and no logits outlive their chunk.
 """
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.drafts.logit_losses import compare_teacher, find_argmax
+from draftworks.drafts.logit_losses import chunked_loss, compare_teacher, find_argmax
 from draftworks.drafts.objectives import (
     BatchObjective,
     CrossEntropy,

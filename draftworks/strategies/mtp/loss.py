@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.drafts.logit_losses import cross_entropy, find_argmax
+from draftworks.drafts.logit_losses import chunked_loss, cross_entropy, find_argmax
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at a time; at least MIN_CHUNK_LABELS labels."""

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.drafts.logit_losses import compare_labels, cross_entropy
+from draftworks.drafts.logit_losses import chunked_loss, compare_labels, cross_entropy
 from draftworks.drafts.objectives import Temperatures, soften
 from draftworks.strategies.dflash.loss import (
     BlockChunk,
