@@ -1,4 +1,4 @@
-"""One-token steps of small float32 Llama models on a CPU, with a sixth of the operators that the model's own step has.
+"""One-token steps of small float32 Llama models on a CPU, with a fraction of the operators that the model's own step has.
 
 Such a step is bound by the overhead of its operators. Here the projections of queries, keys and values are one product,
 those of gate and up another; both have the norm's weights in them, so that of a norm a division is left. Numbers that
