@@ -117,20 +117,20 @@ def measured(names: Sequence[str], case: Case, device: torch.device, peak: float
     target = made_up_target(SHAPES[case.size], device, torch.bfloat16)
     with ensure_process_group(device):
         for name in names:
+            core: TrainerCore | None = None
             for layout in ("padded", "packed"):
-                yield _measured(name, target, case, layout, device, peak)
+                try:
+                    core = core or _made_up_core(name, target, case, device)
+                    yield measure(core, case, layout, peak)
+                except torch.OutOfMemoryError as error:
+                    core = None  # a step that ended half-way can't be followed by another
+                    yield Result(case, name, layout, problem=str(error).split(". ")[0])
                 _give_back_memory(device)
 
 
-def _measured(
-    name: str, target: TargetParts, case: Case, layout: str, device: torch.device, peak: float | None
-) -> Result:
-    """Measure a newly built draft: one whose step ran out of memory half-way cannot step again."""
-    try:
-        strategy = made_up_draft(name, SHAPES[case.size], target, attention=case.attention)
-        return measure(trainer_core(strategy, device, case.dtype, case.compiled), case, layout, peak)
-    except torch.OutOfMemoryError as error:
-        return Result(case, name, layout, problem=str(error).split(". ")[0])
+def _made_up_core(name: str, target: TargetParts, case: Case, device: torch.device) -> TrainerCore:
+    strategy = made_up_draft(name, SHAPES[case.size], target, attention=case.attention)
+    return trainer_core(strategy, device, case.dtype, case.compiled)
 
 
 def measure(core: TrainerCore, case: Case, layout: str, peak: float | None) -> Result:
