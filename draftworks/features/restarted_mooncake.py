@@ -115,12 +115,13 @@ class RestartedMooncakeStore(KeyedFeatureStore):
         """Open the store that the address file names, or accept that the one that is open was started again."""
         deadline = time.monotonic() + self._timeout_s
         while True:
+            late = time.monotonic() > deadline  # an attempt may take long, and end with another address in the file
             try:
                 return self._open()
             except ConfigError:
                 raise
             except StoreError as error:
-                if time.monotonic() > deadline:
+                if late:
                     raise StoreLostError(
                         f"the Mooncake store at {self._address_file} does not run, and was not started within "
                         f"{self._timeout_s:g} s: {error}"

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, Thread
+from types import ModuleType
 from typing import Any
 
 from draftworks.errors import StoreError, StoreLostError
@@ -25,6 +26,7 @@ from draftworks.mooncake.library import Code, load_library
 SLOWEST_BYTES_PER_S = 20e6
 """A call may take the address's timeout and the time that its bytes need at this rate."""
 _LOCAL_BUFFER_BYTES = 16 << 20
+_SETUP_ATTEMPTS = 20
 MAX_SMALL_BYTES = 16 << 10
 _LOST = {
     Code.TRANSFER_FAILED: "the process that owns its memory is dead or does not answer",
@@ -61,15 +63,7 @@ class MooncakeClient:
         self._pinned.with_hard_pin = True  # otherwise Mooncake evicts what nobody has read yet, silently
         self._registered: dict[tuple[int, int], int] = {}
         self._lock = RLock()
-        self._require_listening()
-        self._library_store = library.MooncakeDistributedStore()
-        words = (segment_bytes, _LOCAL_BUFFER_BYTES, address.protocol, address.devices, address.master)
-        code = self._call(self._library_store.setup, address.host, "P2PHANDSHAKE", *words)
-        if code != 0:
-            raise StoreLostError(
-                f"{self.where}: Mooncake refuses to be set up with a segment of {segment_bytes} bytes over "
-                f"{address.protocol} (code {code}). See its log, and the memory that is free"
-            )
+        self._library_store = self._set_up(library, segment_bytes)
 
     @property
     def where(self) -> str:
@@ -211,6 +205,30 @@ class MooncakeClient:
 
     def close(self) -> None:
         self._call(self._library_store.close)
+
+    def _set_up(self, library: ModuleType, segment_bytes: int) -> Any:
+        """Return a store of the library, set up. It tries again, also because it may pick a port that is taken.
+
+        Mooncake's own tries hold Python's global lock, 20 of them for 100 s at a master that has just died, so that the whole
+        process stands still and nobody can give up: it makes one at a time.
+
+        Raises:
+            StoreLostError: see the class.
+        """
+        address, deadline = self.address, time.monotonic() + self.address.timeout_s
+        words = (segment_bytes, _LOCAL_BUFFER_BYTES, address.protocol, address.devices, address.master)
+        for attempt in range(_SETUP_ATTEMPTS):
+            self._require_listening()
+            if attempt and time.monotonic() > deadline:
+                break
+            store = library.MooncakeDistributedStore()
+            code = self._call(store.setup, address.host, "P2PHANDSHAKE", *words)
+            if code == 0:
+                return store
+        raise StoreLostError(
+            f"{self.where}: Mooncake refuses to be set up with a segment of {segment_bytes} bytes over "
+            f"{address.protocol} (code {code}). See its log, and the memory that is free"
+        )
 
     def _require_listening(self) -> None:
         host, _, port = self.address.master.rpartition(":")

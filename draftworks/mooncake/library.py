@@ -39,6 +39,7 @@ def load_library(timeout_s: float) -> ModuleType:
         ConfigError: Mooncake or one of its system libraries is not installed.
     """
     os.environ.update(build_environment())
+    os.environ["MC_STORE_CLIENT_SETUP_RETRIES"] = "1"  # MooncakeClient makes the attempts
     os.environ["MC_RPC_TIMEOUT_MS"] = str(max(1, round(timeout_s * 1000)))
     os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = str(max(1, round(timeout_s)))
     try:
