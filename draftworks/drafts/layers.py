@@ -53,7 +53,11 @@ class RmsNorm(nn.Module):
 
 
 class _RmsNormFunction(torch.autograd.Function):
-    """RMS norm with half the memory passes of composed operators on a CPU; saves the input and one number per position."""
+    """RMS norm with half the memory passes of composed operators on a CPU; saves the input and one number per position.
+
+    The result is detached, as is that of `_SwigluFunction`: with torch 2.11, compiled blocks pass no gradient through the
+    result of an operator in place.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -61,7 +65,7 @@ class _RmsNormFunction(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).to(x.dtype).mul_(weight)
+        return (wide * inverse).to(x.dtype).mul_(weight).detach()
 
     @staticmethod
     @once_differentiable
@@ -104,7 +108,7 @@ class _SwigluFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return F.silu(gate).mul_(up).detach()
 
     @staticmethod
     @once_differentiable

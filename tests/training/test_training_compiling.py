@@ -56,6 +56,17 @@ def test_without_a_compiler_the_training_says_so_and_goes_on(monkeypatch, caplog
         assert torch.equal(found[name], weight)
 
 
+def test_a_compiler_with_wrong_gradients_is_not_used(caplog) -> None:
+    def halves(graph, _inputs):
+        return lambda *inputs: tuple(output / 2 for output in graph(*inputs))
+
+    strategy = ToyStrategy()
+    with caplog.at_level(logging.WARNING):
+        assert not compile_blocks(strategy, CPU, backend=halves)
+    assert f"torch {torch.__version__} compiles a small block whose gradient is 0.07148, not 0.2859" in caplog.text
+    assert strategy.model.block.forward == type(strategy.model.block).forward.__get__(strategy.model.block)
+
+
 def test_what_is_compiled_is_training_and_no_evaluation() -> None:
     graphs = []
 
