@@ -215,7 +215,7 @@ class MooncakeClient:
         Raises:
             StoreLostError: see the class.
         """
-        address, deadline = self.address, time.monotonic() + self.address.timeout_s
+        address, deadline, code = self.address, time.monotonic() + self.address.timeout_s, 0
         words = (segment_bytes, _LOCAL_BUFFER_BYTES, address.protocol, address.devices, address.master)
         for attempt in range(_SETUP_ATTEMPTS):
             self._require_listening()

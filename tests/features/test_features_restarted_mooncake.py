@@ -47,6 +47,8 @@ def test_the_address_of_a_restarted_service_is_read_after_the_one_of_before_fail
         now = replace(service.address, timeout_s=10)
         master = DyingMaster(connections=2, on_death=lambda: file.write_text(now.to_json()))
         file.write_text(master.address.to_json())
-        store = RestartedMooncakeStore(file, timeout_s=0.5, put_timeout_s=1)  # less than an attempt at the dead one takes
+        store = RestartedMooncakeStore(
+            file, timeout_s=0.5, put_timeout_s=1
+        )  # less than an attempt at the dead one takes
         assert store.health()["losses"] == 0
         store.close()

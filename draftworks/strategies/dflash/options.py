@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,9 @@ from draftworks.config.option_checks import check_mask_token, parse_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, allow_packing, register_strategy
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
+
+if TYPE_CHECKING:
+    import torch
 
 OTHER_WINDOW = (
     "speculators counts a window from the anchor for the whole block (sliding_window_kind anchor), not from each token"
@@ -70,7 +73,13 @@ class DFlashOptions(LayerOptions):
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
         default="auto", description="Back end of attention, equal to rounding: auto is flex on a GPU, else sdpa."
     )
-    objective_chunk_blocks: int = Field(default=32, ge=1, description="Blocks whose logits are held at a time.")
+    objective_chunk_blocks: int | None = Field(
+        default=None, ge=1, description="Blocks whose logits are held at a time; by default 32, and 128 on a GPU."
+    )
+
+    def choose_chunk_blocks(self, device: torch.device) -> int:
+        """Return how many blocks have logits at a time: a GPU wants large products, a CPU what its cache holds."""
+        return self.objective_chunk_blocks or (32 if device.type == "cpu" else 128)
 
     @model_validator(mode="after")
     def _window_fits(self) -> DFlashOptions:

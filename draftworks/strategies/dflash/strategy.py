@@ -82,7 +82,7 @@ class DFlashStrategy(DecoderStrategy):
             gather_labels(blocks, ids),
             label_mask,
             self.weigh,
-            self.options.objective_chunk_blocks,
+            self.options.choose_chunk_blocks(ids.device),
         )
         supervised = label_mask.sum(dim=(0, 1), dtype=torch.float64)
         sums = {

@@ -65,7 +65,7 @@ class DFlash2Strategy(DFlashStrategy):
             weigh=self.weigh,
             alpha=options.selector_loss_alpha,
             top_k=options.selector_top_k,
-            chunk_blocks=options.objective_chunk_blocks,
+            chunk_blocks=options.choose_chunk_blocks(ids.device),
         )
         result = self.model(ids, batch["features"], blocks, gather_labels(blocks, ids), label_mask, objective)
         supervised = label_mask.sum(dim=(0, 1), dtype=torch.float64)

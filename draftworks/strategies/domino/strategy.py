@@ -64,7 +64,7 @@ class DominoStrategy(DFlashStrategy):
         labelled = replace(blocks, size=1 + options.labels)
         label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous=options.loss == "token_mean")
         share = options.compute_lambda_base(ctx.global_step, ctx.total_steps) if ctx.training else 0.0
-        objective = DominoObjective(self.weigh, share, options.objective_chunk_blocks)
+        objective = DominoObjective(self.weigh, share, options.choose_chunk_blocks(ids.device))
         result = self.model(ids, batch["features"], blocks, gather_labels(labelled, ids), label_mask, objective)
         supervised = label_mask.sum(dim=(0, 1), dtype=torch.float64)
         labelled_blocks = label_mask.any(-1).sum(dtype=torch.float64)

@@ -67,7 +67,7 @@ class DSparkStrategy(DFlashStrategy):
             ce_weight=options.ce_weight,
             tv_weight=options.tv_weight,
             confidence_weight=options.confidence_weight,
-            chunk_blocks=options.objective_chunk_blocks,
+            chunk_blocks=options.choose_chunk_blocks(ids.device),
             temperatures=Temperatures.choose(options, ctx),
         )
         labels = gather_labels(labelled, ids)

@@ -82,7 +82,7 @@ class LiLiCorrStrategy(DFlashStrategy):
             margin=options.margin,
             penalty_weight=options.penalty_weight,
             candidates=options.candidate_topk,
-            chunk_blocks=options.objective_chunk_blocks,
+            chunk_blocks=options.choose_chunk_blocks(ids.device),
         )
         labels = gather_labels(blocks, ids)
         result = self.model(ids, batch["features"], batch["last"], blocks, labels, label_mask, objective)

@@ -58,7 +58,7 @@ class XPressStrategy(DFlashStrategy):
             rounds=options.consistency_passes if options.consistency_weight > 0 else 0,
             consistency_weight=options.consistency_weight,
             base_weight=options.base_weight,
-            chunk_blocks=options.objective_chunk_blocks,
+            chunk_blocks=options.choose_chunk_blocks(ids.device),
             temperatures=Temperatures.choose(options, ctx),
         )
         labels = gather_labels(blocks, ids)
