@@ -18,7 +18,7 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.fleet.leaderboard import Fleet
-from draftworks.fleet.leaderboard_views import CAPTION, cells
+from draftworks.fleet.leaderboard_views import CAPTION, cells, markdown
 from draftworks.programs import (
     acting_commands,
     checking,
@@ -64,8 +64,6 @@ app.command()(slice_commands.slices)
 for command in (acting_commands.decisions, acting_commands.accept, acting_commands.hold, acting_commands.release):
     app.command()(command)
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
-FILE_WIDTH = 1000
-"""Width of a table in a file or a pipe: a name that is broken over two lines could not be searched for."""
 
 
 @app.command()
@@ -128,19 +126,22 @@ def import_checkpoint(
 
 @app.command()
 def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
-    """Show every draft of every target: acceptance, age, the best ever, what it is stale against."""
+    """Show every draft of every target: acceptance, age, the best ever, what it is stale against. In a file, as Markdown."""
     try:
         standings = Fleet.of(Registry(registry)).standings()
     except DraftworksError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+    if not Console().is_terminal:
+        typer.echo(markdown(standings), nl=False)
+        return
     rows = [cells(standing, time.time()) for standing in standings]
     table = Table(title="leaderboard", title_justify="left", caption=CAPTION, caption_justify="left")
     for column in rows[0] if rows else ():
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row.values()))
-    Console(width=None if Console().is_terminal else FILE_WIDTH).print(table)
+    Console().print(table)
 
 
 @app.command()

@@ -148,10 +148,15 @@ def test_an_age_is_in_its_largest_unit(seconds, text):
     assert views.format_age(seconds) == text
 
 
-def test_the_command_line_prints_every_row_as_it_is(motley):
+@pytest.mark.parametrize("border", ["│", "|"])
+def test_the_command_line_prints_every_row_as_it_is(motley, border: str, monkeypatch: pytest.MonkeyPatch):
+    """On a terminal as a table with borders, in a file as Markdown."""
+    if border == "│":
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "400")
     shown = CliRunner().invoke(app, ["leaderboard", "--registry", str(motley.registry.root)])
     assert shown.exit_code == 0
-    places = [shown.output.index(f"│ {name} ") for name in ("top", "low", "broken", "drafted", "empty")]
+    places = [shown.output.index(f"\n{border} {name} ") for name in ("top", "low", "broken", "drafted", "empty")]
     assert places == sorted(places)
     assert "2.50 (2.40–2.60)" in shown.output
     assert "[/c]" in shown.output
