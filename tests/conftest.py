@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,12 @@ pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_c
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = frozenset({"finished", "tiny_sglang"})
 """Costly fixtures of a whole session."""
+
+
+def pytest_configure() -> None:
+    """In the background, as by `make test &`, SIGINT is ignored: Dagster would have SIGTERM ignored too, in all children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
