@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mooncake
 
 
 class DyingMaster:
-    """Listens, takes the connections that are meant to live on, and then is gone; `on_death` is called before."""
+    """Listens, closes each of some connections, and then is gone; `on_death` is called before."""
 
     def __init__(self, connections: int, on_death=lambda: None) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -47,8 +47,7 @@ def test_the_address_of_a_restarted_service_is_read_after_the_one_of_before_fail
         now = replace(service.address, timeout_s=10)
         master = DyingMaster(connections=2, on_death=lambda: file.write_text(now.to_json()))
         file.write_text(master.address.to_json())
-        store = RestartedMooncakeStore(
-            file, timeout_s=0.5, put_timeout_s=1
-        )  # less than an attempt at the dead one takes
+        # An attempt at the dead master takes longer than timeout_s.
+        store = RestartedMooncakeStore(file, timeout_s=0.5, put_timeout_s=1)
         assert store.health()["losses"] == 0
         store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from forked_ranks import ForkedRanks
 from safetensors.torch import load_file
 from stream_toys import TRAINING, StreamFiles
@@ -33,9 +34,10 @@ def test_a_streamed_training_on_two_ranks_is_that_of_one_to_rounding(stream_file
     found, expected = (load_file(folder / out / "model.safetensors") for out in ("two", "one"))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        # Of a gradient near 0, AdamW makes a step whose size is rounding.
+        # Of a gradient near 0, AdamW makes a step whose size is rounding: a single element may be further off than the rest.
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=3e-5)
         difference = (found[name].double() - tensor.double()).norm()
-        assert difference <= 2e-5 * tensor.double().norm(), (name, difference)
+        assert difference <= 1e-5 * tensor.double().norm(), (name, difference)
     two, one = (History.load(folder / out / "history.json") for out in ("two", "one"))
     for mine, theirs in zip(two.train, one.train, strict=True):
         assert (mine.step, mine.tokens) == (theirs.step, theirs.tokens)
