@@ -212,8 +212,9 @@ def rope_frequencies(target: TargetParts) -> RopeFrequencies:
         max_position_embeddings=target.max_positions,
         rope_parameters=dict(rope),
     )
-    inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return RopeFrequencies(inverse.float(), float(scaling))
+    with torch.device("cpu"):  # what transformers makes without a device would be on the default one, which may be meta
+        inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return RopeFrequencies(inverse.float().to(torch.get_default_device()), float(scaling))
 
 
 LOGITS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**28}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from answer_toys import answering_run, conversation
-from model_families import FAMILIES, LAYERS
+from model_families import DRAFT_OPTIONS, FAMILIES, LAYERS, TAPS
 
-from draftworks.config.registry_files import CaptureSpec, EvaluationSpec, LoopSpec, TargetSpec, TrainingSpec
+from draftworks.config.registry_files import CaptureSpec, EvaluationSpec, LoopSpec, TrainingSpec
 from draftworks.config.run_files import (
     TOKENS_FOLDER,
     VOCAB_FILE,
@@ -23,29 +23,15 @@ from draftworks.config.run_files import (
 )
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.prepare import map_vocabulary
-from draftworks.preflight.compatibility import check_requirements
 from draftworks.programs.capture import capture
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.export import export
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.regenerate import regenerate
 from draftworks.programs.train import train
-from draftworks.targets.registry import Registry
 
 STRATEGIES = ("eagle3", "dflash", "peagle", "domino", "dspark", "lilicorr", "dflash2", "xpress")
 """Each of any target; of targets with an MTP layer: test_programs_mtp."""
-TAPS = [1, 3, 4]
-BLOCKS = {"block_size": 4, "num_layers": 1, "num_anchors": 16, "layer_ids": TAPS, "mask_token_id": 3}
-OPTIONS = {
-    "eagle3": {"ttt_length": 3, "draft_vocab_size": 64, "layer_ids": TAPS},
-    "peagle": {"num_depths": 3, "num_layers": 1, "draft_vocab_size": 64, "layer_ids": TAPS},
-    "dflash": BLOCKS,
-    "domino": {**BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
-    "dspark": {**BLOCKS, "markov_rank": 6},
-    "dflash2": {**BLOCKS, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5},
-    "xpress": {**BLOCKS, "refiner_rank": 6},
-    "lilicorr": {**BLOCKS, "candidate_topk": 4, "lattice_size": 8, "lattice_heads": 2},
-}
 TRAINING = TrainingSpec(
     global_batch_size=4, micro_batch_size=2, epochs=2, lr=5e-3, compute_dtype="float32", device="cpu", eval_every=4
 )
@@ -57,13 +43,12 @@ def test_a_draft_is_made_and_exported(
 ):
     torch.set_num_threads(1)
     target = family_target(name)
-    _is_not_refused(name, strategy, target, tmp_path)
     train_set, heldout = (features(target, tmp_path / part, first) for part, first in (("train", 0), ("heldout", 8)))
     vocab = None
     if resolve_strategy(strategy).uses_vocab_mapping:
         map_vocabulary(train_set.tokens, target, 64, tmp_path)
         vocab = tmp_path / VOCAB_FILE
-    common = {"target": target, "strategy": strategy, "options": OPTIONS[strategy], "vocab_mapping": vocab}
+    common = {"target": target, "strategy": strategy, "options": DRAFT_OPTIONS[strategy], "vocab_mapping": vocab}
     common |= {"store": tmp_path / "store", "heldout": heldout}
     (tmp_path / "draft").mkdir()
     trained = train(TrainRun(out=tmp_path / "draft", train=train_set, training=TRAINING, **common), ProgramContext())
@@ -89,18 +74,6 @@ def test_a_draft_is_made_and_exported(
     assert written["formats"]
     unscaled = [each.name for each in resolve_strategy(strategy).exports if each.uses_unscaled_embeddings]
     assert list(written["refused"]) == (unscaled if name.startswith("gemma") else [])
-
-
-def _is_not_refused(name: str, strategy: str, target: TargetFiles, folder: Path) -> None:
-    """Check that preflight finds no error."""
-    spec = TargetSpec(
-        name=name,
-        model=target.model,
-        dataset="any",
-        max_length=128,
-        strategies={strategy: {"options": OPTIONS[strategy]}},
-    )
-    check_requirements(spec, target, Registry(folder))
 
 
 def features(target: TargetFiles, folder: Path, first: int, taps: Sequence[int] = TAPS) -> FeatureSet:

@@ -21,7 +21,7 @@ from draftworks.targets.resolve import digest_target_files
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 2048, 32, 6, 256
 TOKENIZER = Path(__file__).resolve().parents[2] / "registry" / "models" / "tiny"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _HYBRID = ["linear_attention", "linear_attention", "full_attention"] * 2
 _ALTERNATING = ["sliding_attention", "full_attention"] * 3
 _TEXT = {
@@ -55,6 +55,20 @@ _SIGLIP = {
     **{"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "image_size": 16, "patch_size": 8},
 }
+
+TAPS = [2, 3, 4]
+_BLOCKS = {"block_size": 4, "num_layers": 1, "num_anchors": 16, "layer_ids": TAPS, "mask_token_id": 3}
+DRAFT_OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"ttt_length": 3, "draft_vocab_size": 64, "layer_ids": TAPS},
+    "peagle": {"num_depths": 3, "num_layers": 1, "draft_vocab_size": 64, "layer_ids": TAPS},
+    "dflash": _BLOCKS,
+    "domino": {**_BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
+    "dspark": {**_BLOCKS, "markov_rank": 6},
+    "dflash2": {**_BLOCKS, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5},
+    "xpress": {**_BLOCKS, "refiner_rank": 6},
+    "lilicorr": {**_BLOCKS, "candidate_topk": 4, "lattice_size": 8, "lattice_heads": 2},
+}
+"""A small draft of each strategy that trains for any target. (MTP is for those with a layer of their own: see mtp_toys.)"""
 
 
 @dataclass(frozen=True)
@@ -173,7 +187,7 @@ def save_family(name: str, folder: Path) -> TargetFiles:
     model.save_pretrained(folder)
     if family.beside:
         _add_tensors(folder, family.beside)
-    for file in _TOKENIZER_FILES:
+    for file in TOKENIZER_FILES:
         shutil.copy(TOKENIZER / file, folder / file)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}))
     return digest_target_files(

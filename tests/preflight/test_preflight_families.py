@@ -1,0 +1,30 @@
+"""A target of every family passes `draftworks check`, with a draft of every strategy that trains for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from model_families import DRAFT_OPTIONS, FAMILIES
+from mtp_toys import KINDS
+
+from draftworks.config.run_files import TargetFiles
+
+MakeTarget = Callable[[str], TargetFiles]
+
+
+def entries(strategies: dict[str, dict]) -> dict[str, dict]:
+    """The smallest models of some families have eight heads of four, so their drafts' vocabulary is small too."""
+    return {strategy: {"options": options} for strategy, options in strategies.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_draft_for_a_family_passes(fleet, name: str, family_target: MakeTarget):
+    fleet.write(model=family_target(name).model, strategies=entries(DRAFT_OPTIONS))
+    assert fleet.check().errors == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_of_its_own_passes(fleet, kind: str, mtp_target: MakeTarget):
+    fleet.write(model=mtp_target(kind).model, strategies=entries({"mtp": {}}))
+    assert fleet.check().errors == []
