@@ -75,7 +75,7 @@ def parse_conversation(row: Any, expected: Format | None = None) -> Conversation
     turns = [_located(read, message, number) for number, message in enumerate(messages, start=1)]
     if not any(turn.role == "assistant" for turn in turns):
         raise RowError("no assistant turn")
-    return Conversation.of(turns, _columns(row))
+    return Conversation.of(turns, read_columns(row))
 
 
 def parse_tokens(row: Any, vocab_size: int | None = None) -> TokenRow:
@@ -93,7 +93,7 @@ def parse_tokens(row: Any, vocab_size: int | None = None) -> TokenRow:
     if not any(mask):
         raise RowError("no supervised token: loss_mask is 0 everywhere")
     sample_id = digest([ids, mask])
-    return TokenRow(sample_id, np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), _columns(row))
+    return TokenRow(sample_id, np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), read_columns(row))
 
 
 def _located(read: Callable[[Any], Turn], message: Any, number: int) -> Turn:
@@ -175,7 +175,8 @@ def _integers(values: Any, key: str, largest: int) -> list[int]:
     return [int(value) for value in values]
 
 
-def _columns(row: Mapping[str, Any]) -> dict[str, Scalar]:
+def read_columns(row: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return the other short scalar fields of a data row, for slices of the evaluation."""
     return {
         str(key): value
         for key, value in row.items()

@@ -13,6 +13,8 @@ from draftworks.data.conversations import Conversation, Scalar
 from draftworks.data.served.languages import detect_language
 
 LANGUAGE, PROMPT_LENGTH, SOURCE = "language", "prompt_length", "source"
+LENGTH = "length"
+"""Column that every sample of an eval set has: its number of tokens."""
 SLICE_COLUMNS = (LANGUAGE, PROMPT_LENGTH, THINKING, SOURCE)
 THINKING_UNKNOWN = "default"
 THINKING_PAIR = "thinking_pair"

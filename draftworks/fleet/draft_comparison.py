@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from draftworks.config.run_files import TOKENS_FOLDER
+from draftworks.data.slice_columns import LENGTH
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.positions import describe_range
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
@@ -35,8 +36,6 @@ from draftworks.storage.asset_names import of_eval_set
 from draftworks.storage.words import format_count
 
 CONFIDENCE = 0.95
-LENGTH = "length"
-"""The slice that every report has: by tokens of the sample."""
 
 
 class Kind(StrEnum):

@@ -5,50 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from draftworks.config.registry_files import DatasetSpec, TargetSpec
+from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
-from draftworks.data.datasets import detect_kind
-from draftworks.data.formats import RowError, parse_conversation, parse_tokens
-from draftworks.data.raw_rows import RawRow, read_rows
-from draftworks.data.served.loading import REJECTED, read_served
-from draftworks.data.sources import SERVED, find_dataset_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.preflight.findings import Findings
+from draftworks.preflight.sample_rows import Sample, read_sample
+from draftworks.preflight.slice_columns import check_slices
 from draftworks.targets.registry import Registry
 
-SAMPLE_ROWS = 64
-"""Number of data rows that are read from each data set."""
-MAX_JSON_LIST_BYTES = 256 << 20
-"""Largest JSON file in bytes; larger ones are skipped, as a JSON list has to be read whole for its first rows."""
 _WARNING_SHARE = 0.5
 """Share of lost or cut rows in a sample above which a warning is given."""
-
-
-@dataclass
-class Sample:
-    """The first data rows of a data set.
-
-    Attributes:
-        kind: "tokens" for tokenized data, as `detect_kind` returns it.
-        items: parsed rows: token rows or conversations.
-        reasons: for each rejected row, why it cannot be used.
-    """
-
-    kind: str
-    items: list[Any] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-
-    @property
-    def rows(self) -> int:
-        return len(self.items) + len(self.reasons)
 
 
 @dataclass
@@ -75,12 +47,12 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
     with findings.collect_errors():
         chat = ChatTokenizer.load(files, True if target.asks_both_ways else target.responses.thinking)
     used: Counter[int] = Counter()
-    for name in dict.fromkeys(
-        [*target.training_datasets, *(registry.load_eval_set(name).dataset for name in target.evals)]
-    ):
+    samples: dict[str, Sample] = {}
+    named = [*target.training_datasets, *(registry.load_eval_set(name).dataset for name in target.evals)]
+    for name in dict.fromkeys(named):
         with findings.collect_errors():
             dataset = registry.load_dataset(name)
-            sample = read_sample(dataset, registry.root, files)
+            sample = samples[name] = read_sample(dataset, registry.root, files)
             _check_rows(f"data set {name}", sample, target, findings)
             if name in target.training_datasets and sample.kind == "tokens" and target.responses.mode == "regenerate":
                 findings.error(
@@ -91,49 +63,11 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
                 tokenized = _tokenize(sample, chat, target)
                 used += tokenized.counts
                 _check_lengths(f"{where}: data set {name}", tokenized, sample, target, findings)
+    if samples.keys() == set(named):  # else a data set without a readable row is reported already
+        check_slices(target, samples, registry, findings)
     if chat is not None:
         _check_vocabulary(where, chat, files, findings)
         _check_mask_tokens(target, files, chat, used, findings)
-
-
-def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
-    """Return the first `SAMPLE_ROWS` data rows, from as many files as necessary.
-
-    Raises:
-        DataError: no file, an unreadable one, or no row whose format is recognised.
-    """
-    if dataset.format == SERVED:
-        return _read_served_sample(dataset, root)
-    sample = Sample(detect_kind(dataset, root))
-    expected = None if dataset.format == "auto" else dataset.format
-    for path in find_dataset_files(dataset, root):
-        if path.suffix.lower() == ".json" and path.stat().st_size > MAX_JSON_LIST_BYTES:
-            continue
-        for row in islice(read_rows(path), SAMPLE_ROWS - sample.rows):
-            if not isinstance(row, RawRow):
-                sample.reasons.append(str(row))
-                continue
-            try:
-                tokens = sample.kind == "tokens"
-                sample.items.append(
-                    parse_tokens(row.value, files.vocab_size) if tokens else parse_conversation(row.value, expected)
-                )
-            except (RowError, RecursionError) as error:
-                sample.reasons.append(f"{row.file}:{row.line}: {error}")
-        if sample.rows >= SAMPLE_ROWS:
-            break
-    return sample
-
-
-def _read_served_sample(dataset: DatasetSpec, root: Path) -> Sample:
-    """Return the first rows of served prompts, redacted. Reasons do not quote a row."""
-    sample = Sample("conversations")
-    for row in read_served(dataset, root, SAMPLE_ROWS):
-        if row.conversation is not None:
-            sample.items.append(row.conversation)
-        elif row.outcome == REJECTED:
-            sample.reasons.append(f"{row.file}:{row.line}: {row.reason}")
-    return sample
 
 
 def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findings) -> None:

@@ -20,7 +20,6 @@ from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.process_group import open_process_group
 from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy, StepContext
-from draftworks.errors import ConfigError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, measure_label_agreement
 from draftworks.evaluation.ladder.differences import AnswerTrace
@@ -60,6 +59,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         draft.strategy.model.to(device)
         samples = open_samples(run.heldout, run.store, draft.strategy, run.target)
         columns = _select_columns(samples.tokens, run.evaluation.slices)
+        absent = tuple(name for name in run.evaluation.slices if name not in columns)
         measurements = _EvaluationRun(run, ctx, draft, samples, device)
         untrained = measurements.measure_replayed_rungs("untrained")
         # No digest is required: a re-evaluation measures an old draft on new weights of its target.
@@ -84,6 +84,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         draft_tokens=measurements.draft_tokens,
         label_agreement=agreement,
         columns=columns,
+        absent_columns=absent,
         asked=list_asked_samples(samples.tokens),
         resampling=Resampling(run.evaluation.confidence, run.evaluation.resamples),
         provenance=provenance,
@@ -220,21 +221,13 @@ class _Measured:
 
 
 def _select_columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
-    """Return the columns to slice by, indexed by sample id: columns of the eval data, and `length` in tokens.
+    """Return those of the columns to slice by that this eval set has, indexed by sample id. All have `length`, in tokens.
 
     Eval data that was asked with thinking on and off is sliced by that too.
-
-    Raises:
-        ConfigError: no sample has such a column.
     """
     frame = read_sample_columns(tokens)
-    unknown = [column for column in by if column not in frame.columns]
-    if unknown:
-        raise ConfigError(
-            f"evaluation.slices: no column {', '.join(unknown)} in the eval set; there are: {', '.join(frame.columns)}"
-        )
     asked = [THINKING] if THINKING_PAIR in frame.columns and THINKING not in by else []
-    return frame.loc[:, [*by, *asked]]
+    return frame.loc[:, [*(name for name in by if name in frame.columns), *asked]]
 
 
 if __name__ == "__main__":

@@ -66,6 +66,16 @@ def test_another_slice_column_decodes_nothing_again(trained: RunFiles, tmp_path:
     assert f"{first[0].timing_context.date:%Y-%m-%d %H:%M} UTC" in (again.out / "report.md").read_text()
 
 
+def test_a_column_that_the_eval_set_lacks_is_a_note(trained: RunFiles, tmp_path: Path) -> None:
+    run = run_of(trained, tmp_path / "report", None, slices=("category", "length"), prompts=0)
+    evaluate(run, ProgramContext())
+    assert (
+        "No slices by `category`: no sample of this eval set has such a column." in (run.out / "report.md").read_text()
+    )
+    assert set(pd.read_parquet(run.out / "slices.parquet")["column"]) == {"length", "position"}
+    assert Report.load(run.out).absent_columns == ("category",)
+
+
 def test_only_a_temperature_that_is_new_is_decoded(
     trained: RunFiles, tmp_path: Path, loads: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

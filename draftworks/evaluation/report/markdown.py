@@ -187,12 +187,19 @@ def _render_thinking(report: Report) -> str:
 def _render_slices(report: Report) -> str:
     """Return the walk by columns of the eval data, and by place in the text, where there is more than one slice."""
     shown = select_slices_to_show(report.walk_slices)
-    parts = [_table([_slice_row(one) for one in shown.itertuples()])]
+    parts = [_table([_slice_row(one) for one in shown.itertuples()]), _render_absent_columns(report)]
     if POSITION in set(shown["column"]):
         parts.append(POSITION_NOTE)
         fall = find_late_fall(report.drafts[TRAINED].walk_by_position, report.resampling)
         parts += [] if fall is None else [f"> {fall.describe()}"]
     return "\n\n".join(part for part in parts if part)
+
+
+def _render_absent_columns(report: Report) -> str:
+    if not report.absent_columns:
+        return ""
+    names = ", ".join(f"`{name}`" for name in report.absent_columns)
+    return f"No slices by {names}: no sample of this eval set has such a column."
 
 
 def _slice_row(one: Any) -> dict[str, str]:

@@ -50,6 +50,7 @@ class Report:
         label_agreement: share of answer tokens that are the target's argmax; None if it is not known. Rungs 2 and 3 are
             exact only if it is 1.
         columns: columns of the samples (task, length, …), indexed by sample id; the walk is sliced by each of them.
+        absent_columns: columns that were to be sliced by, and that no sample of this eval set has.
         asked: by sample id, for eval data that was asked with thinking on and off; empty for other data.
         resampling: settings of the intervals.
         provenance: digests and settings of the draft and its eval data.
@@ -62,6 +63,7 @@ class Report:
     draft_tokens: int
     label_agreement: float | None = None
     columns: pd.DataFrame | None = field(default=None, compare=False)
+    absent_columns: tuple[str, ...] = ()
     asked: Mapping[str, AskedSample] = field(default_factory=dict, compare=False)
     resampling: Resampling = DEFAULT_RESAMPLING
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -120,6 +122,7 @@ class Report:
             "drafts": {name: self._draft_json(name, measured) for name, measured in self.drafts.items()},
             "comparisons": [comparison.to_json() for comparison in self.comparisons],
             **({} if self.thinking is None else {"thinking": self.thinking.to_json()}),
+            **({"absent_columns": list(self.absent_columns)} if self.absent_columns else {}),
             "provenance": dict(self.provenance),
         }
 
@@ -149,6 +152,7 @@ class Report:
                 drafts={name: _measurement(name, draft, prompts) for name, draft in values["drafts"].items()},
                 draft_tokens=values["draft_tokens"],
                 label_agreement=values["label_agreement"],
+                absent_columns=tuple(values.get("absent_columns", ())),
                 resampling=Resampling(**values["resampling"]),
                 provenance=values["provenance"],
                 created=datetime.fromisoformat(values["created"]),

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
+from draftworks.data.slice_columns import LENGTH
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.positions import PromptsByPosition, describe_range
@@ -88,7 +89,7 @@ def iterate_positions(walk: PromptsByPosition) -> Iterator[Slice]:
 
 def read_sample_columns(tokens: TokenizedSet) -> pd.DataFrame:
     """Return the columns of the eval data, and `length` in tokens, indexed by sample id."""
-    rows = [{**row.columns, "sample_id": row.sample_id, "length": len(row)} for row in tokens]
+    rows = [{**row.columns, "sample_id": row.sample_id, LENGTH: len(row)} for row in tokens]
     return pd.DataFrame(rows).set_index("sample_id")
 
 

@@ -1,0 +1,101 @@
+"""The first rows of a data set, parsed as a run parses them, and the columns that its rows have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from draftworks.config.registry_files import DatasetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.data.datasets import detect_kind
+from draftworks.data.formats import RowError, parse_conversation, parse_tokens, read_columns
+from draftworks.data.raw_rows import RawRow, read_rows
+from draftworks.data.served.loading import REJECTED, read_served
+from draftworks.data.sources import SERVED, find_dataset_files
+
+SAMPLE_ROWS = 64
+"""Number of data rows that are read from each data set."""
+MAX_JSON_LIST_BYTES = 256 << 20
+"""Largest JSON file in bytes; larger ones are skipped, as a JSON list has to be read whole for its first rows."""
+
+
+@dataclass
+class Sample:
+    """The first data rows of a data set.
+
+    Attributes:
+        kind: "tokens" for tokenized data, as `detect_kind` returns it.
+        items: parsed rows: token rows or conversations.
+        reasons: for each rejected row, why it cannot be used.
+    """
+
+    kind: str
+    items: list[Any] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return len(self.items) + len(self.reasons)
+
+
+def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
+    """Return the first `SAMPLE_ROWS` data rows, from as many files as necessary.
+
+    Raises:
+        DataError: no file, an unreadable one, or no row whose format is recognised.
+    """
+    if dataset.format == SERVED:
+        return _read_served_sample(dataset, root)
+    sample = Sample(detect_kind(dataset, root))
+    expected = None if dataset.format == "auto" else dataset.format
+    for path in filter(_can_be_streamed, find_dataset_files(dataset, root)):
+        for row in islice(read_rows(path), SAMPLE_ROWS - sample.rows):
+            if not isinstance(row, RawRow):
+                sample.reasons.append(str(row))
+                continue
+            try:
+                tokens = sample.kind == "tokens"
+                sample.items.append(
+                    parse_tokens(row.value, files.vocab_size) if tokens else parse_conversation(row.value, expected)
+                )
+            except (RowError, RecursionError) as error:
+                sample.reasons.append(f"{row.file}:{row.line}: {error}")
+        if sample.rows >= SAMPLE_ROWS:
+            break
+    return sample
+
+
+def _read_served_sample(dataset: DatasetSpec, root: Path) -> Sample:
+    """Return the first rows of served prompts, redacted. Reasons do not quote a row."""
+    sample = Sample("conversations")
+    for row in read_served(dataset, root, SAMPLE_ROWS):
+        if row.conversation is not None:
+            sample.items.append(row.conversation)
+        elif row.outcome == REJECTED:
+            sample.reasons.append(f"{row.file}:{row.line}: {row.reason}")
+    return sample
+
+
+def find_absent_columns(columns: Collection[str], dataset: DatasetSpec, root: Path) -> set[str]:
+    """Return the columns that no row of a data set has. Reads until each was seen: the whole data set for a wrong name.
+
+    Raises:
+        DataError: a file cannot be read to its end.
+    """
+    left = set(columns)
+    for path in find_dataset_files(dataset, root):
+        if not _can_be_streamed(path):
+            return set()  # not known, and no reason to refuse
+        for row in read_rows(path):
+            if isinstance(row, RawRow) and isinstance(row.value, dict):
+                left -= read_columns(row.value).keys()
+            if not left:
+                return left
+    return left
+
+
+def _can_be_streamed(path: Path) -> bool:
+    return path.suffix.lower() != ".json" or path.stat().st_size <= MAX_JSON_LIST_BYTES
