@@ -70,7 +70,8 @@ def examine_target(
         files: None if the target could not be resolved; then only entry, machine and data files are checked.
         cache_folder: that of `examine_before_run`.
     """
-    check_machine(target, registry, findings)
+    with findings.collect_errors():  # of the deployment
+        check_machine(target, registry, findings)
     sound_data = _check_data(target, registry, findings)
     sound_entry = False
     if files is not None:

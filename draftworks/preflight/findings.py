@@ -34,11 +34,12 @@ class Findings:
 
     @contextmanager
     def collect_errors(self) -> Iterator[None]:
-        """Record a DraftworksError raised inside the context as an error, and continue after the context."""
+        """Record each line of a DraftworksError raised inside the context as an error, and continue after the context."""
         try:
             yield
         except DraftworksError as error:
-            self.error(str(error))
+            for line in str(error).splitlines():
+                self.error(line)
 
     @property
     def errors(self) -> list[str]:

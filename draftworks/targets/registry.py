@@ -75,8 +75,16 @@ class Registry:
             except ConfigError as error:
                 raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
         if spec.launcher:
-            check_overrides(self.load_deployment().launcher, spec.launcher, f"{path}: launcher")
+            self._check_launcher(spec, f"{path}: launcher")
         return spec
+
+    def _check_launcher(self, spec: TargetSpec, where: str) -> None:
+        """Raise ConfigError for settings that do not fit the deployment's; a deployment that is wrong itself fits all."""
+        try:
+            deployment = self.load_deployment()
+        except ConfigError:
+            return  # the entry may be right; whoever needs the deployment says what is wrong with it
+        check_overrides(deployment.launcher, spec.launcher, where)
 
     def resolve_launcher(self, target: TargetSpec, program: str) -> LauncherSpec:
         """Return the launcher settings of one program's jobs for a target: the deployment's with the target's merged in."""
@@ -117,13 +125,13 @@ class Registry:
         return self.find_shared_problems() + self._collect_errors("targets", self.load_target)
 
     def find_shared_problems(self) -> list[str]:
-        """Return a message for each problem in data sets, eval sets, deployment and unread files."""
+        """Return a line for each problem in data sets, eval sets, deployment and unread files."""
         found = self.find_unread_files()
         found += self._collect_errors("datasets", self.load_dataset) + self._collect_errors("evals", self.load_eval_set)
         try:
             self.load_deployment()
         except ConfigError as error:
-            found.append(str(error))
+            found += str(error).splitlines()
         return found
 
     def _collect_errors(self, kind: str, load: Callable[[str], object]) -> list[str]:
@@ -132,7 +140,7 @@ class Registry:
             try:
                 load(name)
             except ConfigError as error:
-                found.append(str(error))
+                found += str(error).splitlines()
         return found
 
     def find_unread_files(self) -> list[str]:
@@ -216,8 +224,14 @@ class ReadOnceRegistry(Registry):
     def _remember(self, load: Callable[..., Read], *name: str) -> Read:
         key = (load.__name__, *name)
         if key not in self._read:
-            self._read[key] = load(*name)
-        return self._read[key]
+            try:
+                self._read[key] = load(*name)
+            except ConfigError as error:
+                self._read[key] = error
+        found = self._read[key]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
 
 def _format_path(path: Path) -> str:
