@@ -11,7 +11,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.plausible_values import check_values
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.atomic import cache_json
 from draftworks.storage.identity import digest
 from draftworks.storage.installed import read_version
 from draftworks.targets.registry import Registry
@@ -44,7 +44,7 @@ def examine_before_run(
     check_drafts(target, files, findings)
     check_sample(target, files, registry, findings)
     if path is not None and not findings.errors:
-        publish_json(path, [asdict(each) for each in findings.found])
+        cache_json(path, [asdict(each) for each in findings.found])
     return tuple(findings.found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
@@ -51,10 +52,19 @@ def check_writable(registry: Registry, findings: Findings) -> None:
             findings.error(
                 f"deployment: {key}: {existing} is not a folder, so {place} cannot be created: move it away, or name another"
             )
-        elif not os.access(existing, os.W_OK | os.X_OK):
+        elif (reason := _try_to_write(existing)) is not None:
             findings.error(
-                f"deployment: {key}: {existing} cannot be written to: give this user the right to, or name another"
+                f"deployment: {key}: {existing} cannot be written to ({reason}): give this user the right to, or name another"
             )
+
+
+def _try_to_write(folder: Path) -> str | None:
+    """Return why nothing can be created in a folder, by creating a folder: of /proc and the like the mode says nothing."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".draftworks-", dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:

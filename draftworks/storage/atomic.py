@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -84,6 +84,12 @@ def publish_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, atomically."""
     with publish_file(path) as staging:
         staging.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def cache_json(path: Path, value: Any) -> None:
+    """Write a value as `publish_json`; where nothing can be written, it is computed again next time."""
+    with suppress(OSError):
+        publish_json(path, value)
 
 
 def fsync_tree(folder: Path) -> None:

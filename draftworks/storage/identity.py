@@ -59,6 +59,7 @@ class FileDigests:
     def __init__(self, cache_file: Path | None = None) -> None:
         self.cache_file = cache_file
         self._known: dict[str, str] = {}
+        self._warned = False
         self._load()
 
     def remembers(self, path: Path) -> bool:
@@ -98,7 +99,9 @@ class FileDigests:
             with publish_file(self.cache_file) as staging:
                 staging.write_text(json.dumps(self._known))
         except OSError as error:  # the folder may not exist on another machine: the files are read again next time
-            log.warning(f"digests of files cannot be cached in {self.cache_file}: {error}")
+            if not self._warned:
+                log.warning(f"digests of files cannot be cached in {self.cache_file}: {error}")
+            self._warned = True
 
 
 class ReadOnceDigests(FileDigests):

@@ -129,9 +129,20 @@ class Registry:
         found = self.find_unread_files()
         found += self._collect_errors("datasets", self.load_dataset) + self._collect_errors("evals", self.load_eval_set)
         try:
-            self.load_deployment()
+            return found + self._find_unknown_targets(self.load_deployment())
         except ConfigError as error:
-            found += str(error).splitlines()
+            return found + str(error).splitlines()
+
+    def _find_unknown_targets(self, deployment: DeploymentSpec) -> list[str]:
+        """Return a message for each target that notifications name and that does not exist."""
+        names, found = self.list_targets(), []
+        for number, channel in enumerate(deployment.notifications):
+            for name in channel.targets or ():
+                if name not in names:
+                    found.append(
+                        f"{_format_path(self.root / DEPLOYMENT)}: notifications.{number}.targets: no target {name}; "
+                        f"{_suggest(name, names)}"
+                    )
         return found
 
     def _collect_errors(self, kind: str, load: Callable[[str], object]) -> list[str]:
@@ -191,9 +202,7 @@ class Registry:
             raise ConfigError(f"{self.root / kind}: {error}") from error
         if not os.path.lexists(path):  # a broken link passes: the reader reports it
             names = self._list_names(kind)
-            close = difflib.get_close_matches(name, names, n=2)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(names[:20]) or 'none'}"
-            raise ConfigError(f"{path}: no such file; {hint}")
+            raise ConfigError(f"{path}: no such file; {_suggest(name, names)}")
         return path
 
 
@@ -239,6 +248,11 @@ def _format_path(path: Path) -> str:
     return (
         str(path).encode("unicode_escape", "backslashreplace").decode() if _INVALID_KEY.search(str(path)) else str(path)
     )
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=2)
+    return f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(known[:20]) or 'none'}"
 
 
 def _explain_name(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.atomic import cache_json
 from draftworks.storage.identity import digest
 from draftworks.storage.installed import read_version
 from draftworks.storage.regular_files import read_json
@@ -95,7 +95,7 @@ def check_target_weights(target: TargetFiles, backend: str = "hf", cache_folder:
         return known
     found = _check(target, backend)
     if verdict is not None:
-        publish_json(verdict, asdict(found))
+        cache_json(verdict, asdict(found))
     return found
 
 

@@ -28,6 +28,10 @@ MISTAKES = {
         "notifications: [{kind: webhook, name: a, url: 'https://a.example/x', events: [failures]}]",
         ["notifications.0"],
     ),
+    "unknown target of a notification": (
+        "notifications: [{kind: webhook, name: a, url: 'https://a.example/x', targets: [smal]}]",
+        ["notifications.0.targets: no target smal; did you mean small?"],
+    ),
     "two at once": ("automations: true\nretention: {cron: weekly}", ["retention.cron", "unknown key automations"]),
     "not YAML": ("var: [", ["deployment.yaml"]),
     "not a mapping": ("- var", ["deployment.yaml"]),
@@ -61,3 +65,12 @@ def test_a_mistake_in_the_deployment_is_one_line(fleet, text: str | None, messag
     [error] = found["targets"]["small"]["errors"]
     assert "no eval set has a column 'weather'" in error
     assert f"{len(messages) + 1} problems" in told.stderr
+
+
+def test_a_folder_of_results_that_cannot_be_made_is_one_line(fleet):
+    """Its parent's mode allows everything."""
+    (fleet.registry.root / "deployment.yaml").write_text("var: /proc/results")
+    told = check(fleet)
+    assert (told.exit_code, type(told.exception)) == (1, SystemExit)
+    [error] = [line for line in told.stdout.splitlines() if "error" in line]
+    assert "deployment: var: /proc cannot be written to (No such file or directory)" in error
