@@ -53,11 +53,16 @@ demo-streamed: $(VENV)/ready .dagster/ready
 ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)
 
-test: $(VENV)/ready .dagster/ready lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster and not ray and not trackers'
+# Types are looked at beside the tests: they take one core for a minute.
+test: $(VENV)/ready .dagster/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(BIN)/basedpyright > $(VENV)/types.log 2>&1 & types=$$!; trap 'kill $$types' INT TERM; \
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster and not ray and not trackers'; \
+	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
 
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest --timeout 3600 -m 'long and not mooncake and not sglang and not cluster and not ray'
+	$(BIN)/python -m pytest --timeout 3600 --hypothesis-profile long -m '(long or hypothesis) and not mooncake and not sglang and not cluster and not ray'
 
 # Other instruction sets round otherwise: what ends in another draft here would on another machine. (MKL's own variable for its
 # instruction set is for Intel's processors only; its mode of compatible results is for all.)

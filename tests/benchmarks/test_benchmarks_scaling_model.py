@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scaling_model import Plant, simulate
 
@@ -28,10 +28,8 @@ PLANTS = st.builds(
     read_ahead=st.integers(0, 2),
     shares_device=st.booleans(),
 )
-few = settings(max_examples=60, deadline=None)
 
 
-@few
 @given(PLANTS, st.integers(1, 12), st.booleans())
 def test_every_sample_is_captured_and_trained_once_within_the_watermark(plant: Plant, steps: int, stored: bool) -> None:
     samples = steps * plant.step_samples
@@ -43,7 +41,6 @@ def test_every_sample_is_captured_and_trained_once_within_the_watermark(plant: P
     assert outcome.trainer_share <= 1 + 1e-9
 
 
-@few
 @given(PLANTS, st.integers(2, 12))
 def test_no_run_is_faster_than_its_slowest_part(plant: Plant, steps: int) -> None:
     samples = steps * plant.step_samples
@@ -71,7 +68,6 @@ def test_a_long_run_with_a_wide_watermark_reaches_the_limit_of_its_slowest_part(
     assert simulate(plant, 4000).steady_rate == pytest.approx(plant.compute_limits()[plant.slowest], rel=0.05)
 
 
-@few
 @given(PLANTS, st.sampled_from(["capture_s", "step_s", "sample_bytes"]), st.floats(1, 3))
 def test_a_single_producer_with_slower_parts_is_never_faster(plant: Plant, part: str, factor: float) -> None:
     plant = replace(plant, producers=1, shares_device=False, store_rate=float("inf"), commit_s=0.0, ack_s=0.0)

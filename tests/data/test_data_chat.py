@@ -21,7 +21,7 @@ SPACED_END = (
     "{%- else -%}{{- '[INST] ' + m['content'] + ' [/INST]' -}}{%- endif -%}{%- endfor -%}"
 )
 """As Llama 2 prints a turn."""
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 texts = st.one_of(
     st.text(min_size=1, max_size=30),

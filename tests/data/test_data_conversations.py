@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.conversations import ROLES, Conversation, Turn, read_conversations, write_conversations
@@ -19,7 +19,6 @@ columns = st.dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.builds(Conversation.of, turns, columns), min_size=1, max_size=6, unique_by=lambda each: each.id))
 def test_written_conversations_are_read_as_they_were(tmp_path_factory, conversations):
     folder = tmp_path_factory.mktemp("conversations")

@@ -40,7 +40,7 @@ def as_row(pair_list: list[tuple[str, str]], form: str) -> dict:
     return {key: [{role: name, content: text} for pair in pair_list for name, text in zip(names, pair)], "task": "t"}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.lists(pairs, min_size=1, max_size=5, unique_by=str))
 def test_every_format_in_every_kind_of_file_gives_the_same_conversations(tmp_path_factory, data):
     found = []
@@ -120,7 +120,6 @@ def test_kinds_are_not_mixed(tmp_path):
     assert load_tokens(dataset("a.jsonl"), tmp_path, tmp_path / "out", 0.5, vocab_size=10).report.rejected == 1
 
 
-@settings(max_examples=25, deadline=None)
 @given(junk=st.lists(st.binary(max_size=40), max_size=8))
 def test_junk_among_good_rows_loses_only_itself(tmp_path_factory, junk):
     folder = tmp_path_factory.mktemp("data")

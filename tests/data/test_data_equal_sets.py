@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.equal_sets import choose_equal_sets
@@ -20,7 +20,6 @@ def row(number: int, way: str, length: int) -> TokenRow:
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=30).filter(lambda found: sum(found) >= 30)
 
 
-@settings(max_examples=40, deadline=None)
 @given(on=lengths, off=lengths, limit=st.integers(30, 600), data=st.data())
 def test_all_sets_have_the_tokens_of_the_smaller_kind_and_the_order_of_the_data_does_not_matter(on, off, limit, data):
     rows = [row(n, "on", length) for n, length in enumerate(on)] + [row(n, "off", size) for n, size in enumerate(off)]

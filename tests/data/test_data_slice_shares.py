@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.config.registry_files import DataSpec
@@ -32,7 +32,6 @@ MADE = [conversation(number, language=("en", "de", "fr")[number % 3]) for number
 OPEN = [conversation(number, thinking="default") for number in range(200)]
 
 
-@settings(max_examples=40, deadline=None)
 @given(english=st.integers(0, 20), count=st.integers(0, 120), data=st.data())
 def test_shares_are_kept_whatever_the_order_and_only_what_is_named_is_taken(english, count, data):
     share = english / 20

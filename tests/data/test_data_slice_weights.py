@@ -50,7 +50,6 @@ def test_weights_of_known_losses():
             compute_weight(2.0, 1.0, bound)
 
 
-@settings(max_examples=30, deadline=None)
 @given(numbers=st.sets(st.integers(0, 999), min_size=1, max_size=40), count=st.integers(0, 40), data=st.data())
 def test_the_choice_depends_on_content_only_and_one_more_replaces_at_most_one(numbers, count, data):
     made = [conversation(number, "de" if number % 3 else "en") for number in sorted(numbers)]
@@ -71,7 +70,7 @@ def test_a_slice_of_weight_w_is_taken_about_w_times_as_often():
     assert 270 <= german <= 330  # three of four, a standard deviation is 9
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(count=st.integers(10, 80), weight=st.floats(1, 10))
 def test_weights_leave_the_held_out_part_and_the_size_of_the_other_alone(count, weight):
     made = [conversation(number, "de" if number % 4 == 0 else "en") for number in range(80)]

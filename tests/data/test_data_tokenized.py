@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.token_rows import TokenRow, cut_to_length
@@ -35,7 +35,6 @@ def same(one: TokenRow, other: TokenRow) -> bool:
     )
 
 
-@settings(max_examples=40, deadline=None)
 @given(sets)
 def test_written_rows_are_read_as_they_were(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("tokens")
@@ -51,7 +50,6 @@ def test_written_rows_are_read_as_they_were(tmp_path_factory, rows):
     assert summary["longest"] == max(map(len, rows))
 
 
-@settings(max_examples=30, deadline=None)
 @given(sets, st.randoms())
 def test_digest_is_of_the_content_whatever_the_order(tmp_path_factory, rows, random):
     folder = tmp_path_factory.mktemp("tokens")

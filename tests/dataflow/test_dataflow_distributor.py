@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from features_toys import toy_ref
 from gloo_ranks import on_ranks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.dataflow.distributor import RefDistributor
@@ -70,7 +70,6 @@ def expected(total: int) -> list[list[str]]:
 
 
 @given(numbers=st.lists(st.integers(0, 20), max_size=40), pieces=st.integers(1, 5))
-@settings(max_examples=30, deadline=None)
 def test_batches_are_whole_whatever_comes_twice_and_however_it_comes(numbers, pieces):
     queue = SampleRefQueue(Watermark(samples=SIZE), idle_timeout_s=PATIENCE_S)
     distributor = RefDistributor(queue, SIZE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from features_toys import toy_ref
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.dataflow.order_log import OrderLog, read_order, read_trained_ids, replay_order
@@ -25,7 +25,6 @@ def steps_of(path: Path) -> list[list[str]]:
     return [list(logged.samples) for logged in read_order(path)]
 
 
-@settings(max_examples=30, deadline=None)
 @given(lives=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), min_size=1, max_size=4), data=st.data())
 def test_the_log_is_the_order_of_the_lineage(lives, data):
     """Each life resumes at a checkpoint of the last, trains some steps and may be killed in the middle of a line."""

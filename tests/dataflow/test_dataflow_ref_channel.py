@@ -119,7 +119,6 @@ def test_in_flight_is_published_less_consumed(channel):
             assert writer.in_flight_remote == InFlight(3, 306), "a new consumer counts anew"
 
 
-@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("codec", [WholeRefs(), SlimRefs()], ids=lambda codec: codec.name)
 def test_nothing_is_lost_or_doubled_wherever_writers_die_and_readers_look(codec, data):
@@ -285,7 +284,7 @@ def test_a_writer_without_a_consumer_waits_for_the_idle_timeout_only(tmp_path):
             writer.wait_for_room(Watermark(samples=1), InFlight(1))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     limit=st.integers(2, 6),
     bytes_limit=st.one_of(st.none(), st.integers(400, 900)),

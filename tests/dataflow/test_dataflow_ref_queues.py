@@ -182,7 +182,7 @@ def test_one_thread_acknowledges_while_another_waits(make):
         assert waiting.result(PATIENCE_S) == refs_of(1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     limit=st.integers(1, 5),
     bytes_limit=st.one_of(st.none(), st.integers(100, 350)),
@@ -240,7 +240,7 @@ def test_a_consumers_failure_ends_the_wait_of_the_producer():
         queue.get(1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(total=st.integers(0, 12), lives=st.lists(st.integers(0, 4), max_size=3), count=st.integers(1, 3))
 def test_a_restarted_consumer_gets_what_is_not_durable_and_counts_all(total, lives, count):
     """Every sample is acknowledged durably in exactly one life of the consumer; the writer's count always ends at 0."""

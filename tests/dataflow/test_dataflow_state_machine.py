@@ -287,8 +287,6 @@ class ServedMachine(ControlPlaneMachine):
 
 
 TestInMemory = ControlPlaneMachine.TestCase
-TestInMemory.settings = settings(settings.get_profile("unhurried"), max_examples=100, stateful_step_count=40)
 TestSQLite = SQLiteMachine.TestCase
-TestSQLite.settings = settings(settings.get_profile("unhurried"), max_examples=25, stateful_step_count=40)
 TestServed = ServedMachine.TestCase
-TestServed.settings = settings(settings.get_profile("unhurried"), max_examples=10, stateful_step_count=30)
+TestServed.settings = settings(max_examples=10)

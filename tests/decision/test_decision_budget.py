@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from decision_toys import DAY, HOUR, NOW, WEEK, charged, ended
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kill_points import killed_before
 
@@ -50,7 +50,6 @@ def test_a_withdrawn_one_whose_run_comes_after_all_counts_again():
 
 
 @given(st.lists(st.tuples(HOURS, HOURS, st.integers(0, 4)), max_size=30), HOURS)
-@settings(deadline=None)
 def test_no_moment_has_more_than_the_budget_where_estimates_are_kept(plan: list, limit: float):
     """Trainings that take at most their estimate; at every moment the last 7 days hold at most the budget."""
     ledger, now = Ledger(), NOW

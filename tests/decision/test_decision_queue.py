@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from decision_toys import DAY, HOUR, NOW, WEEK, acting, charged, decided, ended, fleet, plan_one
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.config.budget import BudgetSpec
@@ -59,7 +59,6 @@ def fleets(draw) -> FleetState:
 
 
 @given(fleets())
-@settings(deadline=None)
 def test_each_decision_gets_one_step_with_a_reason_and_the_budget_holds(state: FleetState):
     steps = plan_actions(state, NOW)
     assert sorted((s.target, s.strategy) for s in steps) == sorted((d.target, d.strategy) for d in state.decisions)
@@ -81,7 +80,6 @@ def test_each_decision_gets_one_step_with_a_reason_and_the_budget_holds(state: F
 
 
 @given(fleets(), st.randoms())
-@settings(deadline=None, max_examples=30)
 def test_the_order_of_the_decisions_does_not_matter(state: FleetState, random):
     shuffled = list(state.decisions)
     random.shuffle(shuffled)
@@ -89,7 +87,6 @@ def test_the_order_of_the_decisions_does_not_matter(state: FleetState, random):
 
 
 @given(fleets())
-@settings(deadline=None)
 def test_nothing_passes_one_that_waits_for_the_budget(state: FleetState):
     steps = plan_actions(state, NOW)
     kept = [index for index, step in enumerate(steps) if "are left this week" in step.reason]
@@ -98,7 +95,6 @@ def test_nothing_passes_one_that_waits_for_the_budget(state: FleetState):
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6), st.lists(st.floats(0, 1), min_size=6, max_size=6))
-@settings(deadline=None, max_examples=30)
 def test_whatever_fits_into_a_week_starts_at_some_time(hours: list[float], losses: list[float]):
     decisions = [decided(f"t{i}", loss=losses[i], retrain=each) for i, each in enumerate(hours)]
     ledger, now, begun = Ledger(), NOW, set[str]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -12,7 +12,6 @@ from draftworks.drafts.anchors import derive_sample_seed, draw_blocks, gather_la
 SEED = torch.tensor([derive_sample_seed(42, "sample")])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     mask=st.lists(st.booleans(), min_size=1, max_size=40),
     count=st.integers(1, 12),

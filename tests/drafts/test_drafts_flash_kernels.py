@@ -113,7 +113,7 @@ class ByOffsets(TorchDispatchMode):
         return zip(*split, strict=True)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(size=sizes)
 def test_packed_rows_in_one_launch_are_the_documents_by_themselves(size):
     """All of the adapter but the operators themselves: what goes where, in value and every gradient."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from features_toys import filled_store, toy_ref, toy_tensors
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 from store_contract import read
@@ -222,6 +221,3 @@ class SharedFreeingMachine(FreeingMachine):
 
 TestLocalFreeing = FreeingMachine.TestCase
 TestSharedFreeing = SharedFreeingMachine.TestCase
-TestLocalFreeing.settings = TestSharedFreeing.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None
-)

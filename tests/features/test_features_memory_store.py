@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from features_toys import toy_ref, toy_tensors
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 from store_contract import WritingContract, read
@@ -267,4 +266,3 @@ class MemoryStoreMachine(RuleBasedStateMachine):
 
 
 TestMemoryStoreMachine = MemoryStoreMachine.TestCase
-TestMemoryStoreMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -27,7 +27,7 @@ def publish(folder: Path, tensors: dict[str, torch.Tensor]):
     return writer.publish()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=6),
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=6, max_size=6),

@@ -67,7 +67,7 @@ def test_an_event_is_told_once_unless_a_kill_was_between_send_and_record(
     assert repeats > 0 or stride > 1
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(kills=st.lists(st.integers(0, 80), max_size=5))
 def test_any_schedule_of_kills_tells_every_event(
     promoted: Path, tmp_path_factory: pytest.TempPathFactory, kills: list[int]

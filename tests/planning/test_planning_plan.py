@@ -61,7 +61,7 @@ def test_a_stream_holds_its_watermark_or_everything_for_later_epochs(tmp_path: P
     assert planner.count_peak_bytes(tuple(steps.values())).value == heldout + 256 * TOKENS * 32_768
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(samples=st.integers(1, 1000).map(lambda n: n * 64), tokens=st.integers(10, 4000))
 def test_twice_the_samples_are_twice_the_variable_part(tmp_path_factory, samples: int, tokens: int):
     target = PlannedTarget(tmp_path_factory.mktemp("twice"), rows=1)

@@ -35,7 +35,7 @@ from draftworks.targets.resolve import _read_model_config
 from draftworks.training.checkpoint_files import read_record, write_record
 from draftworks.training.history import History
 
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 HOSTILE: list[Any] = [None, True, -1, 10**40, 1.5, "", "../../etc/passwd", "\x00", [], {}, [[]], {"a": {}}]
 
 

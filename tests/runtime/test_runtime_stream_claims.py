@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.config.run_files import StreamPlace
@@ -167,7 +167,6 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(models(), ACTIONS)
 def test_a_feature_stays_as_long_as_a_training_needs_it_and_goes_then(model: Model, actions):
     names = list(model.done)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import StoreError
@@ -39,7 +39,6 @@ def test_any_other_content_is_found_by_name(folder: Path) -> None:
     manifest, path = FileManifest.record(folder, list_files(folder)), folder / "deep/er/b.txt"
     whole = path.read_bytes()
 
-    @settings(max_examples=60, deadline=None)
     @given(
         content=st.binary(max_size=80) | st.integers(0, len(whole) - 1).map(lambda n: whole[:n] + b"?" + whole[n + 1 :])
     )

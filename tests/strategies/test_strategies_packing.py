@@ -128,7 +128,7 @@ def assert_same_step(strategy: DraftStrategy, first: TrainBatch, second: TrainBa
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(loss_masks=masks)
 def test_packed_trains_as_padded(variant: str, loss_masks: list[list[bool]]) -> None:
     strategy, samples = strategy_of(variant), samples_of(loss_masks)
@@ -153,7 +153,7 @@ def test_packed_trains_as_padded_where_attention_goes_through_blocks_in_groups()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(loss_masks=masks)
 @torch.no_grad()
 def test_packed_measures_as_padded(variant: str, loss_masks: list[list[bool]]) -> None:

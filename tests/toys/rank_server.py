@@ -22,6 +22,8 @@ import traceback
 from typing import Any
 
 PRELOADED = [f"draftworks.programs.{name}" for name in ("regenerate", "capture", "train", "evaluate", "export")]
+LATER = ("torch._dynamo", "torch.distributed.fsdp", "matplotlib.figure", "matplotlib.backends.backend_agg", "pandas")
+"""What programs import on their way: by the first optimizer step, by a backend, for a plot and a table."""
 LAZY = {"transformers": ("AutoModelForCausalLM", "AutoTokenizer", "LlamaForCausalLM", "PreTrainedTokenizerFast")}
 """What transformers imports only when asked for the name."""
 
@@ -45,7 +47,7 @@ def serve() -> None:
 def _preload() -> None:
     from draftworks.config.strategies import list_strategies, resolve_strategy
 
-    for module in PRELOADED:
+    for module in (*PRELOADED, *LATER):
         importlib.import_module(module)
     for name in list_strategies():
         importlib.import_module(resolve_strategy(name).factory.partition(":")[0])

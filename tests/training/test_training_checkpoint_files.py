@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoint_toys import contents, save_steps
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError, StoreError
@@ -75,7 +75,6 @@ def test_a_run_id_that_is_no_name_is_refused_and_nothing_is_deleted(output: Path
     assert contents(output.parent) == before
 
 
-@settings(max_examples=200)
 @given(run_id=st.text(alphabet="a1-._/*[]?~\\ ", max_size=8), step=st.integers(0, 10**9))
 def test_every_name_that_is_accepted_stays_in_the_folder_and_is_read_back(run_id: str, step: int):
     try:
@@ -169,7 +168,6 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(output: Path, pattern
     path, record = the_file(folder, pattern), read_record(folder)
     whole = path.read_bytes()
 
-    @settings(max_examples=25, deadline=None)
     @given(place=st.integers(0, len(whole) - 1), flip=st.integers(1, 255))
     def refused(place: int, flip: int) -> None:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
@@ -187,7 +185,6 @@ def test_a_flipped_byte_in_the_record_is_refused_unless_it_means_the_same(output
     folder = output / "run-step2"
     whole, record = (folder / RECORD).read_bytes(), read_record(folder)
 
-    @settings(max_examples=150, deadline=None)
     @given(place=st.integers(0, len(whole) - 1), flip=st.integers(1, 255))
     def refused(place: int, flip: int) -> None:
         (folder / RECORD).write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
@@ -207,7 +204,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(state=st.dictionaries(st.text(), JSON, max_size=4))
 def test_any_state_that_is_json_is_sealed_and_read_back(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from capture_toys import random_rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.capture.engines.generate import (
@@ -121,7 +121,6 @@ def warp(logits: torch.Tensor, sampling: ResponseSpec) -> torch.Tensor:
     return chain(None, logits).softmax(-1)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 1000),
     st.sampled_from([0, 1, 3, 10]),
@@ -157,7 +156,6 @@ def test_tokens_are_the_same_in_a_dtype_that_numpy_lacks(options):
     assert torch.equal(*chosen)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([0, 4]), st.sampled_from([0.1, 0.6, 0.95]), st.booleans())
 def test_tokens_that_are_impossible_change_nothing(seed, top_k, top_p, ties):
     logits = torch.randn(16, 20, generator=torch.Generator().manual_seed(seed)) * 2

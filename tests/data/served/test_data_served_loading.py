@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from served_toys import SECRETS, answer, body, message, served, shapes_of, write_log
 
@@ -29,7 +29,6 @@ def questions(loaded) -> list[str]:
     return [one.turns[0].content for one in loaded.conversations]
 
 
-@settings(max_examples=25, deadline=None)
 @given(asked=st.lists(texts, min_size=1, max_size=3))
 def test_every_shape_of_a_request_gives_the_same_prompt(tmp_path_factory, asked):
     found = set()
@@ -129,7 +128,6 @@ def test_personal_data_is_masked_where_asked(tmp_path):
     assert questions(load(tmp_path, mask=[])) == ["mail a.b@example.org, call +49 30 1234567, ping 10.0.0.1"]
 
 
-@settings(max_examples=50, deadline=None)
 @given(chats=st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4), min_size=1, max_size=8))
 def test_only_the_longest_request_of_a_chat_is_kept(chats):
     asked = {tuple(chat) for chat in chats}

@@ -74,7 +74,6 @@ def test_student_quantiles_are_those_of_the_tables(freedom: float, expected: flo
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.floats(-0.05, 0.1), st.floats(0.0, 0.1))
-@settings(max_examples=25)
 def test_the_verdict_follows_from_the_bounds_and_the_order_of_prompts_is_nothing(seed, seeds, loss, max_loss):
     pairs = simulate(loss, seed, prompts=12, seeds=seeds, noise=0.01)
     found = judge_relative_loss(pairs, max_loss, FAST)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -102,7 +102,6 @@ texts = st.integers(1, 14).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(text=texts)
 def test_counts_are_those_of_a_server_pass_by_pass(text):
     assert replayed(*text) == by_hand(*text)

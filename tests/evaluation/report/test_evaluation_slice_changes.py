@@ -128,7 +128,7 @@ def test_holm_of_known_values():
     assert adjust_by_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     falls=st.dictionaries(st.sampled_from(["de", "en", "fr"]), st.floats(0.2, 3.0), min_size=2), bound=st.floats(1, 10)
 )

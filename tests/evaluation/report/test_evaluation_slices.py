@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import DataError
@@ -89,7 +89,6 @@ anything = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(anything)
 def test_slices_partition_the_prompts(values: list) -> None:
     table = by_one(values, dtype=object)
@@ -99,7 +98,6 @@ def test_slices_partition_the_prompts(values: list) -> None:
     assert sizes(table).get(MISSING, 0) == pd.Series(values, dtype=object).isna().sum()
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=60))
 def test_numbers_are_cut_into_ranges_that_do_not_overlap(values: list[int]) -> None:
     table = by_one(values)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from report_toys import QUICK, full_report, prompts
 
@@ -44,7 +44,6 @@ def test_without_prompts_that_were_asked_both_ways_nothing_is_compared():
 counts = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=12)
 
 
-@settings(max_examples=40, deadline=None)
 @given(accepted=counts, data=st.data())
 def test_sums_lose_and_add_nothing_and_equal_ways_differ_by_nothing(accepted, data):
     made = prompts(*accepted)

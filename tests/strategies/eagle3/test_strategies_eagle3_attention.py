@@ -23,7 +23,6 @@ SIX = Documents.from_lengths((6,))
 
 
 @pytest.mark.skipif(not fused_kernel_works(CPU, torch.float64, 4), reason="this torch lacks the fused CPU kernel")
-@settings(max_examples=30, deadline=None)
 @given(size=sizes, dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_fused_equals_eager_in_value_and_every_gradient(size, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
@@ -33,7 +32,7 @@ def test_fused_equals_eager_in_value_and_every_gradient(size, dtype):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(size=sizes)
 def test_sdpa_equals_eager_in_value_and_every_gradient(size):
     for found, expected in zip(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,7 +32,6 @@ def drawn(mask: list[bool], mode: str, sampling: DepthSampling, step: int = 0) -
 
 
 @both_modes
-@settings(max_examples=60, deadline=None)
 @given(mask=masks, sampling=samplings, step=st.integers(0, 10**6))
 def test_every_depth_keeps_as_many_as_the_formula_says_of_those_before_it(mode, mask, sampling, step):
     """speculators: int((valid - d) · max(r ** d, r_min)) of the candidates, all where these are fewer."""
@@ -48,7 +47,6 @@ def test_every_depth_keeps_as_many_as_the_formula_says_of_those_before_it(mode, 
         before = kept[depth]
 
 
-@settings(max_examples=40, deadline=None)
 @given(mask=masks)
 def test_a_ratio_of_one_keeps_every_chain_that_counts(mask):
     kept = drawn(mask, "token_mean", DepthSampling(1.0, 0.2))
@@ -56,7 +54,6 @@ def test_a_ratio_of_one_keeps_every_chain_that_counts(mask):
 
 
 @both_modes
-@settings(max_examples=40, deadline=None)
 @given(mask=masks, padding=st.integers(0, 9), before=st.integers(0, 7), sampling=samplings)
 def test_a_sample_draws_the_same_whatever_is_around_it(mode, mask, padding, before, sampling):
     alone, length = drawn(mask, mode, sampling, step=3), len(mask)
