@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 Dtype = Literal["float32", "bfloat16"]
+Item = TypeVar("Item", str, float)
+
+
+def require_distinct(values: list[Item]) -> list[Item]:
+    """Return the values. Raises ValueError if one is given twice."""
+    repeated = next((each for number, each in enumerate(values) if each in values[:number]), None)
+    if repeated is not None:
+        raise ValueError(f"expected each once, found {repeated} twice")
+    return values
+
+
+DistinctNames = Annotated[list[str], AfterValidator(require_distinct)]
+DistinctNumbers = Annotated[list[float], AfterValidator(require_distinct)]
 
 
 class Spec(BaseModel):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import Dtype, Spec
+from draftworks.config.base import DistinctNames, DistinctNumbers, Dtype, Spec
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.comparison import ComparisonSpec
 from draftworks.config.conversion import DataSpec
@@ -162,7 +162,7 @@ class LoopSpec(Spec):
     """Rung 4 of the acceptance ladder: real speculative decoding, one prompt at a time."""
 
     prompts: int = Field(default=16, ge=0, description="Held-out prompts to decode; 0 leaves the rung out.")
-    temperatures: list[float] = Field(default=[0.0], description="0 is greedy; others sample.")
+    temperatures: DistinctNumbers = Field(default=[0.0], description="0 is greedy; others sample.")
     compute_dtype: Dtype = Field(default="float32", description="Dtype of the target's weights and activations.")
 
     @field_validator("temperatures")
@@ -192,7 +192,7 @@ class EvaluationSpec(Spec):
         default=0.95, gt=0, lt=1, description="Level of confidence intervals, which are bootstrapped over prompts."
     )
     resamples: int = Field(default=2000, ge=100, description="Number of bootstrap resamples.")
-    slices: list[str] = Field(
+    slices: DistinctNames = Field(
         default=["length"],
         description="Columns of the eval data by which acceptance is reported separately; length is in tokens.",
     )
@@ -268,7 +268,7 @@ class TargetSpec(Spec):
         default_factory=dict,
         description="Keys of the deployment's `launcher` section that differ for this target's jobs, merged key by key.",
     )
-    evals: list[str] = Field(
+    evals: DistinctNames = Field(
         default_factory=list, description="Entries of registry/evals/ to measure on, beside heldout."
     )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec
 from draftworks.config.urls import parse_endpoint
@@ -18,6 +18,12 @@ class WatermarkSpec(Spec):
     samples: int | None = Field(default=256, ge=1, description="Samples; at least one global batch.")
     bytes: int | None = Field(default=None, ge=1, description="Bytes; at least those of the largest step.")
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps.")
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> WatermarkSpec:
+        if self.samples is None and self.bytes is None and self.steps is None:
+            raise ValueError("expected a limit of samples, bytes or steps, found none")
+        return self
 
 
 class ControlSpec(Spec):

@@ -22,7 +22,13 @@ def test_what_the_target_says_is_not_changed(keep: str):
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"watermark": {"samples": 0}}, {"keep": "always"}, {"timeout_s": 0}, {"lease": 3}),
+        *(
+            {"watermark": {"samples": 0}},
+            {"watermark": {"samples": None}},
+            {"keep": "always"},
+            {"timeout_s": 0},
+            {"lease": 3},
+        ),
         *({"control": {"listen": listen}} for listen in ("", "host", "host:x", ":1", "host:70000", "a b:1")),
     ],
 )
