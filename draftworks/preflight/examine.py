@@ -11,7 +11,7 @@ from pathlib import Path
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.sources import find_dataset_files
-from draftworks.errors import ConfigError, DraftworksError
+from draftworks.errors import DraftworksError
 from draftworks.preflight.cached_examination import TARGET_CHECKS, examine_before_run
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.findings import Finding, Findings
@@ -42,7 +42,7 @@ def examine_entry(name: str, registry: Registry, digests: FileDigests, var: Path
     files = None
     try:
         files = resolve_target(target, registry, digests)
-    except ConfigError as error:
+    except DraftworksError as error:
         if target.is_hub and "cannot be reached" in str(error):
             findings.warning(f"{error}. Model, tokenizer and drafts were not checked")
         else:
@@ -72,18 +72,16 @@ def examine_target(
     """
     with findings.collect_errors():  # of the deployment
         check_machine(target, registry, findings)
-    sound_data = _check_data(target, registry, findings)
+    data = _check_data(target, registry, findings, digests)
     sound_entry = False
     if files is not None:
-        try:
+        with findings.collect_errors():
             check_requirements(target, files, registry)
             sound_entry = True
-        except DraftworksError as error:
-            findings.error(str(error))
-        for remark in list_sglang_remarks(target, files):
-            findings.warning(remark)
-    if files is not None and sound_entry and sound_data:
-        data = digest_datasets(target, registry, digests)
+        with findings.collect_errors():
+            for remark in list_sglang_remarks(target, files):
+                findings.warning(remark)
+    if files is not None and sound_entry and data is not None:
         findings.found += examine_before_run(target, files, registry, data, cache_folder)
         return
     check_values(target, findings)
@@ -91,14 +89,19 @@ def examine_target(
         from draftworks.preflight.drafts import check_drafts
 
         check_drafts(target, files, findings)
-    if files is not None and sound_data:
+    if files is not None and data is not None:
         from draftworks.preflight.sample import check_sample
 
         check_sample(target, files, registry, findings)
 
 
-def _check_data(target: TargetSpec, registry: Registry, findings: Findings) -> bool:
-    """Check that the data sets of a target and of its eval sets exist as readable files; return whether they do."""
+def _check_data(
+    target: TargetSpec, registry: Registry, findings: Findings, digests: FileDigests
+) -> dict[str, str] | None:
+    """Check that the data sets of a target and of its eval sets exist as readable files.
+
+    Return the content digest of each by name; None if there is something wrong with one of them.
+    """
     before = len(findings.errors)
     where = f"target {target.name}"
     wanted: dict[str, str] = {}
@@ -119,4 +122,8 @@ def _check_data(target: TargetSpec, registry: Registry, findings: Findings) -> b
         findings.found += [
             Finding("error", f"{where_used}: {path} cannot be read") for path in files if not os.access(path, os.R_OK)
         ]
-    return len(findings.errors) == before
+    if len(findings.errors) > before:
+        return None
+    with findings.collect_errors():
+        return digest_datasets(target, registry, digests)
+    return None

@@ -240,6 +240,28 @@ def test_the_command_tells_a_line_for_each_target_and_its_exit_code_says_whether
     assert len(told["targets"]["broken"]["errors"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "entry", "message"),
+    [
+        (
+            "datasets/chats.yaml",
+            "files: [chats.jsonl]\nformat: served\nserved: {redaction: {function: 'no_such_module:f'}}\n",
+            "no_such_module",
+        ),
+        ("deployment.yaml", "var: 3\n", "deployment.yaml: var"),
+    ],
+)
+def test_one_bad_file_keeps_no_target_from_being_examined(fleet, path, entry, message):
+    targets = fleet.registry.root / "targets"
+    (targets / "wrong.yaml").write_text((targets / "small.yaml").read_text() + "evaluation: {loop: {temperatures: [9]}}\n")
+    (fleet.registry.root / path).write_text(entry)
+    told = run(fleet)
+    assert told.exit_code == 1
+    assert isinstance(told.exception, SystemExit)
+    assert [line for line in told.output.splitlines() if message in line]
+    assert [line for line in told.output.splitlines() if "evaluation.loop.temperatures: found [9.0]" in line]
+
+
 def test_the_command_asks_schedulers_and_object_storage(fleet, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "toy")
