@@ -73,7 +73,7 @@ def read_rows(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[RawR
     try:
         if path.suffix.lower() == ".parquet":
             yield from _parquet_rows(path)
-        elif path.suffix.lower() == ".json" and _is_list(path):
+        elif path.suffix.lower() == ".json" and is_json_list(path):
             yield from _list_rows(path)
         else:
             yield from _line_rows(path, max_line_bytes)
@@ -112,7 +112,8 @@ def _decode(raw: bytes, file: str, line: int) -> RawRow | Rejection:
     return Rejection(file, line, reason, make_excerpt(raw[: 4 * EXCERPT_LENGTH].decode("utf-8", "replace").rstrip()))
 
 
-def _is_list(path: Path) -> bool:
+def is_json_list(path: Path) -> bool:
+    """Whether a `.json` file holds one list, rather than one object per line."""
     with open_regular(path) as stream:
         return stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 

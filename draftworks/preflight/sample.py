@@ -15,7 +15,7 @@ from draftworks.data.conversations import Conversation
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.sample_rows import Sample, read_sample
+from draftworks.preflight.sample_rows import MAX_JSON_LIST_BYTES, Sample, read_sample
 from draftworks.preflight.slice_columns import check_slices
 from draftworks.targets.registry import Registry
 
@@ -71,8 +71,15 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
 
 
 def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findings) -> None:
+    if sample.skipped:
+        findings.warning(
+            f"{where}: {', '.join(path.name for path in sample.skipped)}: a JSON list of more than "
+            f"{MAX_JSON_LIST_BYTES >> 20} MiB has to be read whole for its first rows, so it was not looked at. Convert it to "
+            "JSONL or Parquet to have it checked"
+        )
     if not sample.rows:
-        findings.error(f"{where}: its files hold no row")
+        if not sample.skipped:
+            findings.error(f"{where}: its files hold no row")
     elif not sample.items:
         findings.error(f"{where}: none of its first {sample.rows} rows can be used, the first: {sample.reasons[0]}")
     elif len(sample.reasons) > target.data.max_rejected_share * sample.rows:

@@ -12,14 +12,14 @@ from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.datasets import detect_kind
 from draftworks.data.formats import RowError, parse_conversation, parse_tokens, read_columns
-from draftworks.data.raw_rows import RawRow, read_rows
-from draftworks.data.served.loading import REJECTED, read_served
+from draftworks.data.raw_rows import RawRow, is_json_list, read_rows
+from draftworks.data.served.loading import REJECTED, drop_beginnings, read_served
 from draftworks.data.sources import SERVED, find_dataset_files
 
 SAMPLE_ROWS = 64
 """Number of data rows that are read from each data set."""
 MAX_JSON_LIST_BYTES = 256 << 20
-"""Largest JSON file in bytes; larger ones are skipped, as a JSON list has to be read whole for its first rows."""
+"""Largest JSON list in bytes; larger ones are skipped, as such a file has to be read whole for its first rows."""
 
 
 @dataclass
@@ -27,14 +27,18 @@ class Sample:
     """The first data rows of a data set.
 
     Attributes:
-        kind: "tokens" for tokenized data, as `detect_kind` returns it.
+        kind: "tokens" for tokenized data, as `detect_kind` returns it; empty if no file was looked at.
         items: parsed rows: token rows or conversations.
         reasons: for each rejected row, why it cannot be used.
+        skipped: files that were not looked at.
+        whole: whether these are all rows of the data set.
     """
 
     kind: str
     items: list[Any] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    skipped: list[Path] = field(default_factory=list)
+    whole: bool = False
 
     @property
     def rows(self) -> int:
@@ -49,9 +53,13 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
     """
     if dataset.format == SERVED:
         return _read_served_sample(dataset, root)
-    sample = Sample(detect_kind(dataset, root))
+    paths = find_dataset_files(dataset, root)
+    skipped = [path for path in paths if not _can_be_streamed(path)]
+    if len(skipped) == len(paths):
+        return Sample("", skipped=skipped)
+    sample = Sample(detect_kind(dataset, root), skipped=skipped)
     expected = None if dataset.format == "auto" else dataset.format
-    for path in filter(_can_be_streamed, find_dataset_files(dataset, root)):
+    for path in (path for path in paths if path not in skipped):
         for row in islice(read_rows(path), SAMPLE_ROWS - sample.rows):
             if not isinstance(row, RawRow):
                 sample.reasons.append(str(row))
@@ -65,17 +73,20 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
                 sample.reasons.append(f"{row.file}:{row.line}: {error}")
         if sample.rows >= SAMPLE_ROWS:
             break
+    sample.whole = sample.rows < SAMPLE_ROWS and not skipped
     return sample
 
 
 def _read_served_sample(dataset: DatasetSpec, root: Path) -> Sample:
     """Return the first rows of served prompts, redacted. Reasons do not quote a row."""
-    sample = Sample("conversations")
+    sample, rows = Sample("conversations"), 0
     for row in read_served(dataset, root, SAMPLE_ROWS):
+        rows += 1
         if row.conversation is not None:
             sample.items.append(row.conversation)
         elif row.outcome == REJECTED:
             sample.reasons.append(f"{row.file}:{row.line}: {row.reason}")
+    sample.items, sample.whole = drop_beginnings(sample.items), rows < SAMPLE_ROWS
     return sample
 
 
@@ -98,4 +109,4 @@ def find_absent_columns(columns: Collection[str], dataset: DatasetSpec, root: Pa
 
 
 def _can_be_streamed(path: Path) -> bool:
-    return path.suffix.lower() != ".json" or path.stat().st_size <= MAX_JSON_LIST_BYTES
+    return path.suffix.lower() != ".json" or path.stat().st_size <= MAX_JSON_LIST_BYTES or not is_json_list(path)

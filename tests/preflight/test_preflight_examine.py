@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from draftworks.drafts import weight_files
+from draftworks.preflight import sample_rows
 from draftworks.preflight.examine import examine_entry
 from draftworks.preflight.findings import Finding
 from draftworks.programs.cli import app
@@ -125,6 +126,19 @@ def test_data_files_that_cannot_be_read_are_errors(fleet, files, message):
 def test_data_that_gives_nothing_is_an_error(fleet, rows, message):
     fleet.write_rows(rows)
     assert any(message in error for error in fleet.check().errors), fleet.check()
+
+
+@pytest.mark.parametrize("text", [json.dumps, lambda rows: "\n".join(map(json.dumps, rows))], ids=["list", "lines"])
+def test_a_json_list_too_large_to_be_looked_at_is_no_error(fleet, text, monkeypatch):
+    rows = [json.loads(line) for line in fleet.chats.read_text().splitlines()]
+    (fleet.root / "registry" / "chats.json").write_text(text(rows))
+    (fleet.root / "registry" / "datasets" / "chats.yaml").write_text("files: [chats.json]\n")
+    monkeypatch.setattr(sample_rows, "MAX_JSON_LIST_BYTES", 1 << 10)
+    found = fleet.check()
+    assert found.errors == []
+    assert [warning for warning in found.warnings if "chats.json: a JSON list of more than" in warning] == (
+        found.warnings if text is json.dumps else []
+    )
 
 
 def test_rows_that_would_stop_the_run_are_a_warning(fleet):
@@ -253,7 +267,9 @@ def test_the_command_tells_a_line_for_each_target_and_its_exit_code_says_whether
 )
 def test_one_bad_file_keeps_no_target_from_being_examined(fleet, path, entry, message):
     targets = fleet.registry.root / "targets"
-    (targets / "wrong.yaml").write_text((targets / "small.yaml").read_text() + "evaluation: {loop: {temperatures: [9]}}\n")
+    (targets / "wrong.yaml").write_text(
+        (targets / "small.yaml").read_text() + "evaluation: {loop: {temperatures: [9]}}\n"
+    )
     (fleet.registry.root / path).write_text(entry)
     told = run(fleet)
     assert told.exit_code == 1
