@@ -110,9 +110,7 @@ def publish_answers(
     """
     ids = [each.id for each in read_conversations(run.conversations)]
     missing = _collect_missing((answers[each] for each in ids if each in answers), refused)
-    quarantine = run.out / QUARANTINE_FILE
-    write_rejected(quarantine, _add_excerpts(run, missing.rejected))
-    check_rejected(missing.rejected, len(ids), run.max_rejected_share, quarantine)
+    require_enough(run, missing.rejected, len(ids))
     for each in missing.rejected[:MAX_LOGGED_REJECTIONS]:
         log.warning("conversation %s has no answer: %s", each.sample_id, each.reason)
     conversations = (build_conversation(answers[each.id], each) for each in _iterate_answered(run, missing))
@@ -123,6 +121,13 @@ def publish_answers(
         for row in build_token_rows(answers[each.id], each, run.only_last_turn)
     )
     return PublishedAnswers(missing, write_tokens(run.out / TOKENS_FOLDER, rows, missing.summarize()))
+
+
+def require_enough(run: RegenerateRun, rejected: Sequence[RejectedSample], total: int) -> None:
+    """Write `out/quarantine.jsonl`; raise DataError if more than `run.max_rejected_share` of `total` is rejected, or all."""
+    quarantine = run.out / QUARANTINE_FILE
+    write_rejected(quarantine, _add_excerpts(run, rejected))
+    check_rejected(rejected, total, run.max_rejected_share, quarantine)
 
 
 def _collect_missing(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]) -> MissingAnswers:

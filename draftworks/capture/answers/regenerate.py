@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from draftworks.capture.answers.answer_sets import MissingAnswers, open_kept_answers, publish_answers
+from draftworks.capture.answers.answer_sets import MissingAnswers, open_kept_answers, publish_answers, require_enough
 from draftworks.capture.answers.answerers import Answerer, EngineAnswerer, converse
 from draftworks.capture.answers.dialogue import Dialogue
 from draftworks.capture.answers.record_file import RecordFile
@@ -81,7 +81,8 @@ def regenerate_with(
         clock: time in seconds, for throughput and the remaining time.
 
     Raises:
-        DataError: more than `run.max_rejected_share` of the conversations, or all of them, got no response.
+        DataError: more than `run.max_rejected_share` of the conversations, or all of them, got no response. What no
+            response can be generated for is counted before the first one.
         EngineError: the answerer cannot go on. Finished conversations are kept.
         StoreError: the conversations or the kept answers are unreadable.
     """
@@ -89,6 +90,8 @@ def regenerate_with(
     with open_kept_answers(run) as records:
         resumed = sum(1 for each in read_conversations(run.conversations) if each.id in records)
         worker = _Regeneration(run, make_answerer, chat, resumed, total, progress, clock)
+        if resumed < total:
+            worker.require_room(records)
         if run.workers > 1:
             refused = SharedAnswers(run, worker.answer_window, worker.window_size, worker.report).answer_all(records)
         else:
@@ -163,6 +166,16 @@ class _Regeneration:
     @property
     def window_size(self) -> int:
         return WINDOW * self._run.responses.batch_size
+
+    def require_room(self, records: RecordFile) -> None:
+        """Raise DataError if so many conversations leave no room for an answer that the run would end after all others."""
+        rejected = []
+        for each in read_conversations(self._run.conversations):
+            reason = records[each.id].get("dropped") if each.id in records else self._find_problem(each)
+            if reason is not None:
+                rejected.append(RejectedSample(each.id, reason))
+        if rejected:
+            require_enough(self._run, rejected, self._total)
 
     def answer_all(self, records: RecordFile) -> list[RejectedSample]:
         """Answer all conversations that `records` lacks; return those that were refused."""
@@ -241,15 +254,24 @@ class _Regeneration:
         dialogues, dropped = [], []
         for conversation in window:
             try:
-                dialogues.append(
-                    Dialogue(conversation, self._chat.choose(conversation), self._max_length, self._rendered)
-                )
+                dialogues.append(self._open_dialogue(conversation))
             except DataError as error:
                 if conversation.id not in records:
                     dropped.append({"id": conversation.id, "dropped": str(error)})
         records.extend(dropped)
         self._done += len(dropped)
         return dialogues
+
+    def _open_dialogue(self, conversation: Conversation) -> Dialogue:
+        return Dialogue(conversation, self._chat.choose(conversation), self._max_length, self._rendered)
+
+    def _find_problem(self, conversation: Conversation) -> str | None:
+        """Return why no answer can be generated for a conversation; None if one can."""
+        try:
+            self._open_dialogue(conversation)
+        except DataError as error:
+            return str(error)
+        return None
 
     def _converse_alone(self, dialogue: Dialogue) -> None:
         try:

@@ -187,6 +187,17 @@ def test_conversations_without_a_response_are_dropped_with_their_reason(tiny_tar
     assert lines[1]["excerpt"].startswith(LONG.turns[0].content[:20])
 
 
+def test_too_many_prompts_without_room_are_an_error_before_the_target_is_loaded(tiny_target, tmp_path: Path, chat):
+    def load():
+        raise AssertionError("the target was loaded")
+
+    sources = [*map(conversation, range(3)), LONG, SILENT]
+    run = make_run(tiny_target, tmp_path, sources, max_rejected_share=0.2)
+    with pytest.raises(DataError, match=r"2 of 5 conversations give no sample \(40.0%\), max_rejected_share allows 20"):
+        regenerate(run, load, chat)
+    assert len((run.out / QUARANTINE_FILE).read_text().splitlines()) == 2
+
+
 def test_more_dropped_conversations_than_allowed_are_an_error(tiny_target, tmp_path: Path, watched, chat):
     run = make_run(tiny_target, tmp_path, [SILENT, *map(conversation, range(3)), LONG], max_rejected_share=0.2)
     with pytest.raises(DataError, match=r"2 of 5 conversations give no sample \(40.0%\).* allows 20.0%") as raised:
@@ -196,8 +207,9 @@ def test_more_dropped_conversations_than_allowed_are_an_error(tiny_target, tmp_p
     assert f"All of them are in {file}" in str(raised.value)
     assert len(file.read_text().splitlines()) == 2
     assert not (run.out / TOKENS_FOLDER).exists()
+    assert watched.loads == 0  # no answer was paid for
     allowed = regenerate(run.model_copy(update={"max_rejected_share": 0.4}), watched, chat)
-    assert (allowed.tokens["samples"], allowed.generated_tokens) == (3, 0)
+    assert (allowed.tokens["samples"], allowed.generated_tokens) == (3, 3 * 12)
 
 
 def test_what_was_not_said_is_counted_also_after_a_resume(tiny_target, tmp_path: Path, watched, chat):
