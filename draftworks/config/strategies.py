@@ -115,6 +115,21 @@ class ExportSpec:
         return f"the target multiplies its embeddings by {scale:.4g}, which this format's loaders do not do"
 
 
+@dataclass(frozen=True)
+class MetricSums:
+    """The sums that an evaluation of a strategy's drafts adds up, beside those of the accuracy; each with its `_denoms`.
+
+    Attributes:
+        places: number of draft steps, or of places of a block.
+        by_place: names of sums that have a value for each, without `_sums`.
+        by_block: names of sums that have one value, without `_sums`.
+    """
+
+    places: int
+    by_place: tuple[str, ...] = ("loss",)
+    by_block: tuple[str, ...] = ()
+
+
 def _refuse_packing(options: StrategyOptions) -> str | None:
     return "does not support packed samples"
 
@@ -140,6 +155,7 @@ class StrategySpec:
         packing_refusal: returns why training under these options cannot be packed, None if it can; see `check_packing`.
         factory: dotted path `module:callable` of the `DraftStrategy` (see draftworks.drafts.strategy).
         exports: formats its drafts can be written in.
+        metric_sums: returns what an evaluation reports under these options; None if it is known only once one was made.
     """
 
     name: str
@@ -153,6 +169,7 @@ class StrategySpec:
     heads_divide_hidden: bool = False
     packing_refusal: Callable[[Any], str | None] = _refuse_packing
     exports: tuple[ExportSpec, ...] = ()
+    metric_sums: Callable[[Any], MetricSums] | None = None
 
     def list_features(self, num_layers: int, options: StrategyOptions) -> tuple[str, ...]:
         """Return the names of the stored features that a training sample needs: taps, ascending, then `last`."""

@@ -18,7 +18,7 @@ from draftworks.targets.registry import Registry
 
 TARGET_CHECKS = "target_checks"
 """Folder of cached findings, in `var`."""
-REVISION = 3
+REVISION = 4
 """Increased with each change that can alter the findings; cached ones of other revisions are ignored."""
 _LIBRARIES = ("draftworks", "torch", "transformers")
 

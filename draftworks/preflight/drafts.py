@@ -16,10 +16,15 @@ from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import DraftworksError
+from draftworks.evaluation.reported_metrics import make_example_metrics
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import load_format
 from draftworks.export.server_configs import build_server_configs
 from draftworks.preflight.findings import Findings
+from draftworks.training.best import BestRule
+
+BUILT_IN = "draftworks."
+"""What the factories of the package's own strategies begin with."""
 
 
 def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> None:
@@ -41,8 +46,22 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> 
             _report_build_failure(strategy, where, error, findings)
         else:
             most[name] = draft.max_draft_tokens
+            _check_best_metric(strategy, options, entry, where, findings)
             _check_exports(strategy, entry, draft, files, parts, where, findings)
     _check_proposals(target, most, findings)
+
+
+def _check_best_metric(
+    strategy: StrategySpec, options: Any, entry: StrategyEntry, where: str, findings: Findings
+) -> None:
+    """Judge the metric that chooses the best draft as the trainer will, by an example of what evaluations report."""
+    # A plug-in's own spec may be a copy of a built-in one, with another loss.
+    if strategy.metric_sums is None or not strategy.factory.startswith(BUILT_IN):
+        return
+    try:
+        BestRule(entry.training.best_metric).score(make_example_metrics(strategy.metric_sums(options)))
+    except DraftworksError as error:
+        findings.error(f"{where}.{error}")
 
 
 def _build_draft(strategy: StrategySpec, options: Any, parts: TargetParts) -> DraftStrategy:
@@ -58,7 +77,7 @@ def _report_build_failure(strategy: StrategySpec, where: str, error: Exception, 
     message = (
         f"{where}: no draft of these options can be built: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     )
-    if strategy.factory.startswith("draftworks."):
+    if strategy.factory.startswith(BUILT_IN):
         findings.error(f"{message}. Correct the sizes in its options")
     else:
         findings.warning(f"{message}. (Built on device meta, without weights, which this strategy may not support)")

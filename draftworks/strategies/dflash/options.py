@@ -8,7 +8,14 @@ from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
 from draftworks.config.option_checks import check_mask_token, parse_taps
-from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, allow_packing, register_strategy
+from draftworks.config.strategies import (
+    ExportSpec,
+    MetricSums,
+    StrategySpec,
+    TargetSizes,
+    allow_packing,
+    register_strategy,
+)
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
@@ -141,6 +148,10 @@ def refuse_anchored_windows(options: DFlashOptions, taps: tuple[LayerTap, ...]) 
     return None
 
 
+def _list_metric_sums(options: DFlashOptions) -> MetricSums:
+    return MetricSums(options.block_size - 1)
+
+
 DFLASH = register_strategy(
     StrategySpec(
         name="dflash",
@@ -151,6 +162,7 @@ DFLASH = register_strategy(
         uses_last_hidden=False,
         check=check_dflash,
         packing_refusal=allow_packing,
+        metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
                 name="zlab_dflash",

@@ -6,7 +6,14 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, allow_packing, register_strategy
+from draftworks.config.strategies import (
+    ExportSpec,
+    MetricSums,
+    StrategySpec,
+    TargetSizes,
+    allow_packing,
+    register_strategy,
+)
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import (
@@ -85,6 +92,10 @@ def _speculators_refuses(options: DFlash2Options, taps: tuple[LayerTap, ...]) ->
     return refuse_windows(options, taps)
 
 
+def _list_metric_sums(options: DFlash2Options) -> MetricSums:
+    return MetricSums(options.block_size - 1, ("loss", "selector_loss", "recall"), ("accept_len", "base_accept_len"))
+
+
 DFLASH2 = register_strategy(
     StrategySpec(
         name=DFlash2Options.strategy,
@@ -95,6 +106,7 @@ DFLASH2 = register_strategy(
         uses_last_hidden=False,
         check=check_dflash2,
         packing_refusal=allow_packing,
+        metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
                 name="zlab_dflash2",

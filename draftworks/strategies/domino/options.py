@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from draftworks.config.strategies import ExportSpec, StrategySpec, allow_packing, register_strategy
+from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, allow_packing, register_strategy
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import (
     DFlashOptions,
@@ -71,6 +71,10 @@ def _sglang_refuses(options: DominoOptions, taps: tuple[LayerTap, ...]) -> str |
     return refuse_anchored_windows(options, taps)
 
 
+def _list_metric_sums(options: DominoOptions) -> MetricSums:
+    return MetricSums(options.labels, by_block=("accept_len", "base_accept_len"))
+
+
 DOMINO = register_strategy(
     StrategySpec(
         name=DominoOptions.strategy,
@@ -81,6 +85,7 @@ DOMINO = register_strategy(
         uses_last_hidden=False,
         check=check_dflash,
         packing_refusal=allow_packing,
+        metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
                 name="zlab_domino",

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from draftworks.config.strategies import ExportSpec, StrategySpec, allow_packing, register_strategy
+from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, allow_packing, register_strategy
 from draftworks.config.teacher_options import TeacherOptions
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import (
@@ -79,6 +79,11 @@ def _sglang_refuses(options: DSparkOptions, taps: tuple[LayerTap, ...]) -> str |
     return refuse_anchored_windows(options, taps)
 
 
+def _list_metric_sums(options: DSparkOptions) -> MetricSums:
+    confidence = ("confidence_error",) if options.confidence_head else ()
+    return MetricSums(options.block_size, ("loss", "acceptance", *confidence), ("accept_len", "tau"))
+
+
 DSPARK = register_strategy(
     StrategySpec(
         name=DSparkOptions.strategy,
@@ -88,6 +93,7 @@ DSPARK = register_strategy(
         factory="draftworks.strategies.dspark.strategy:DSparkStrategy",
         check=check_dflash,
         packing_refusal=allow_packing,
+        metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
                 name="zlab_dspark",

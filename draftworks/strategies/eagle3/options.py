@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
 from draftworks.config.option_checks import check_served_heads, choose_eagle_taps
-from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
+from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, TargetSizes, register_strategy
 from draftworks.config.teacher_options import TeacherOptions
 from draftworks.storage.identity import LayerTap
 
@@ -132,6 +132,10 @@ def _sglang_refuses(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> str |
     return _no_server_computes(options, taps)
 
 
+def _list_metric_sums(options: Eagle3Options) -> MetricSums:
+    return MetricSums(options.ttt_length, ("loss", "acceptance", "unconditional_acceptance"))
+
+
 EAGLE3 = register_strategy(
     StrategySpec(
         name="eagle3",
@@ -143,6 +147,7 @@ EAGLE3 = register_strategy(
         check=check_eagle3,
         heads_divide_hidden=True,
         packing_refusal=_mean_over_positions,
+        metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
                 name="sglang_eagle3",

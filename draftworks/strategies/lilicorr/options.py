@@ -6,7 +6,14 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, allow_packing, register_strategy
+from draftworks.config.strategies import (
+    ExportSpec,
+    MetricSums,
+    StrategySpec,
+    TargetSizes,
+    allow_packing,
+    register_strategy,
+)
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import (
@@ -122,6 +129,10 @@ def _servers_refuse(options: LiLiCorrOptions, taps: tuple[LayerTap, ...]) -> str
     return refuse_anchored_windows(options, taps)
 
 
+def _list_metric_sums(options: LiLiCorrOptions) -> MetricSums:
+    return MetricSums(options.block_size - 1, ("loss", "in_lattice"), ("accept_len", "base_accept_len", "lattice_len"))
+
+
 LILICORR = register_strategy(
     StrategySpec(
         name=LiLiCorrOptions.strategy,
@@ -131,6 +142,7 @@ LILICORR = register_strategy(
         factory="draftworks.strategies.lilicorr.strategy:LiLiCorrStrategy",
         check=check_lilicorr,
         packing_refusal=allow_packing,
+        metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
                 name="sglang_lilicorr",

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from draftworks.config.strategies import (
     ExportSpec,
+    MetricSums,
     StrategyOptions,
     StrategySpec,
     TargetSizes,
@@ -51,6 +52,10 @@ def check_mtp(options: MtpOptions, target: TargetSizes) -> None:
         )
 
 
+def _list_metric_sums(options: MtpOptions) -> MetricSums:
+    return MetricSums(options.num_steps)
+
+
 MTP = register_strategy(
     StrategySpec(
         name="mtp",
@@ -60,6 +65,7 @@ MTP = register_strategy(
         factory="draftworks.strategies.mtp.strategy:MtpStrategy",
         check=check_mtp,
         packing_refusal=allow_packing,
+        metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
                 name="target_mtp",

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
 from draftworks.config.option_checks import check_mask_token, check_served_heads, choose_eagle_taps
-from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
+from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, TargetSizes, register_strategy
 from draftworks.config.teacher_options import TeacherOptions
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
@@ -115,6 +115,10 @@ def _mean_over_micro_batches(options: PEagleOptions) -> str | None:
     return "with loss: specforge takes means over micro-batches" if options.loss == "specforge" else None
 
 
+def _list_metric_sums(options: PEagleOptions) -> MetricSums:
+    return MetricSums(options.num_depths, ("loss", "acceptance", "unconditional_acceptance"))
+
+
 PEAGLE = register_strategy(
     StrategySpec(
         name="peagle",
@@ -126,6 +130,7 @@ PEAGLE = register_strategy(
         heads_divide_hidden=True,
         check=check_peagle,
         packing_refusal=_mean_over_micro_batches,
+        metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
                 name="speculators_peagle",

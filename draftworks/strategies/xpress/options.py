@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from draftworks.config.strategies import ExportSpec, StrategySpec, allow_packing, register_strategy
+from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, allow_packing, register_strategy
 from draftworks.config.teacher_options import TeacherOptions
 from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
 
@@ -49,6 +49,10 @@ class XPressOptions(DFlashOptions, TeacherOptions):
         return self
 
 
+def _list_metric_sums(options: XPressOptions) -> MetricSums:
+    return MetricSums(options.block_size - 1, ("loss", "acceptance"), ("accept_len", "base_accept_len", "tau"))
+
+
 XPRESS = register_strategy(
     StrategySpec(
         name=XPressOptions.strategy,
@@ -58,6 +62,7 @@ XPRESS = register_strategy(
         factory="draftworks.strategies.xpress.strategy:XPressStrategy",
         check=check_dflash,
         packing_refusal=allow_packing,
+        metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
                 name="speculators_xpress",

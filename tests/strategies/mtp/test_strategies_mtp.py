@@ -17,12 +17,15 @@ from transformers import AutoModelForCausalLM
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.evaluation.evaluator import Evaluator
 from draftworks.evaluation.ladder.loop import DecodingLoop
 from draftworks.evaluation.ladder.prompts import Prompt
-from draftworks.evaluation.ladder.replay import replay_all
+from draftworks.evaluation.ladder.replay import forward_with_replay, replay_all
+from draftworks.evaluation.reported_metrics import make_example_metrics
 from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors
 from draftworks.storage.regular_files import read_json
+from draftworks.strategies.mtp.options import MTP
 from draftworks.strategies.mtp.reader import read_target_mtp
 
 MakeTarget = Callable[[str], TargetFiles]
@@ -68,6 +71,15 @@ def test_packed_samples_give_the_sums_of_padded_ones(kind: str, attends: str, mt
     )
     rows = [alone[row, : len(sample["input_ids"])] for row, sample in enumerate(samples)]
     assert torch.equal(torch.cat(rows), together[0])
+
+
+def test_an_evaluation_reports_what_the_strategy_says(mtp_target: MakeTarget):
+    strategy = mtp(TargetParts.load(mtp_target(KINDS[0])))
+    batch = strategy.collate(draw_samples(), ["a", "b", "c"])
+    found = Evaluator().run(forward_with_replay(strategy, 1), [batch])
+    assert found is not None
+    assert MTP.metric_sums is not None
+    assert found.metrics().keys() == make_example_metrics(MTP.metric_sums(strategy.options)).keys()
 
 
 def open_reader(target: TargetFiles, parts: TargetParts) -> ExportReader:
