@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.targets.model_files import ModelFiles
+from draftworks.targets.safetensors_headers import TensorHeader, read_model_headers
 
 _OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "dim_model_base")
 """Config keys of models whose logits are not simply head times last hidden state."""
@@ -32,6 +34,7 @@ class TargetParts:
         head: (V, H), same dtype; the same tensor object as `embedding` where the target ties them.
         rope: rope parameters in the form of transformers 5 (`rope_type`, `rope_theta`, ...).
         embedding_scale: factor by which the target multiplies rows of `embedding` at lookup.
+        head_bias: whether the target adds a bias to its logits, which its drafts know nothing of.
         own: what differs from the target because the draft has its own, a sentence each.
         source: the files that all this was read from; None where it was made in memory.
     """
@@ -49,6 +52,7 @@ class TargetParts:
     head: Tensor = field(repr=False)
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     embedding_scale: float = 1.0
+    head_bias: bool = False
     own: tuple[str, ...] = ()
     source: TargetFiles | None = field(default=None, repr=False)
 
@@ -70,7 +74,7 @@ class TargetParts:
         """Read config, embedding and head from a directory or a pinned hub id; only the shards that hold them.
 
         Args:
-            tensors: False reads the config alone; embedding and head are on device meta, with shapes from the config.
+            tensors: False reads config and headers alone: embedding and head are on device meta.
 
         Raises:
             ConfigError: no such target, an unreadable config, or an architecture whose head this cannot reproduce.
@@ -80,7 +84,7 @@ class TargetParts:
         files.require_folder()
         whole = _read_config(files)
         config = whole.get_text_config()
-        weights = _Weights(target) if tensors else _MetaWeights()
+        weights = _Weights(target) if tensors else _HeaderWeights(target)
         shape = (config.vocab_size, config.hidden_size)
         embedding = weights.read(".embed_tokens.weight", shape)
         # A multimodal wrapper has its own flag for tying, not always repeated in its text config.
@@ -93,6 +97,7 @@ class TargetParts:
             max_positions=config.max_position_embeddings,
             embedding=embedding,
             head=embedding if tied else weights.read("lm_head.weight", shape),
+            head_bias=weights.has("lm_head.bias"),
             embedding_scale=find_embedding_scale(config.model_type, config.hidden_size),
             source=target,
             **{each.name: getattr(layers, each.name) for each in fields(layers)},
@@ -118,37 +123,66 @@ class _Weights:
 
     def read(self, suffix: str, shape: tuple[int, ...]) -> Tensor:
         """Return a copy of the one tensor of the language model whose name ends with `suffix`."""
-        names = self._named(suffix)
-        if len(names) != 1:
-            found = f"several: {sorted(names)}" if names else f"none among {len(self._files)} tensors"
-            raise StoreError(f"{self._where}: expected one tensor '*{suffix}', found {found}")
-        tensor = self._files.open_tensor(names[0])[:].clone()
+        name = _find_one(self._files, suffix, self._where)
+        tensor = self._files.open_tensor(name)[:].clone()
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise StoreError(
-                f"{self._files[names[0]]}: {names[0]}: expected floating point {shape} as config.json says, "
-                f"found {tensor.dtype} {tuple(tensor.shape)}"
-            )
+            raise _make_shape_error(self._files[name], name, shape, f"{tensor.dtype} {tuple(tensor.shape)}")
         return tensor
 
     def has(self, suffix: str) -> bool:
-        return bool(self._named(suffix))
+        return bool(_find_names(self._files, suffix))
 
-    def _named(self, suffix: str) -> list[str]:
-        return [name for name in self._files if name.endswith(suffix) and _OF_THE_MODEL.match(name)]
+
+class _HeaderWeights:
+    """Tensors on device meta, found and refused by the files' headers as `_Weights` would by the files.
+
+    Where the hub cannot be reached for the headers, every tensor is taken to be as the config says.
+    """
+
+    def __init__(self, target: TargetFiles) -> None:
+        self._where = ModelFiles(target).where
+        self._tensors: Mapping[str, TensorHeader] | None = None
+        try:
+            headers = read_model_headers(target)
+        except ConfigError:
+            return
+        index = ModelFiles(target).read_index()
+        found = {**headers.beside, **headers.tensors}
+        self._tensors = found if index is None else {name: found[name] for name in index}
+
+    def has(self, suffix: str) -> bool:
+        if self._tensors is None:
+            return suffix == "lm_head.weight"
+        return bool(_find_names(self._tensors, suffix))
+
+    def read(self, suffix: str, shape: tuple[int, int]) -> Tensor:
+        if self._tensors is not None:
+            name = _find_one(self._tensors, suffix, self._where)
+            header = self._tensors[name]
+            if header.shape != shape or not header.dtype.startswith(("F", "BF")):
+                raise _make_shape_error(header.file, name, shape, f"{header.dtype} {header.shape}")
+        return torch.empty(shape, device="meta")
+
+
+def _find_names(names: Iterable[str], suffix: str) -> list[str]:
+    return [name for name in names if name.endswith(suffix) and _OF_THE_MODEL.match(name)]
+
+
+def _find_one(names: Collection[str], suffix: str, where: str) -> str:
+    """Return the one name of the language model that ends with `suffix`; raise StoreError if there is not one."""
+    found = _find_names(names, suffix)
+    if len(found) != 1:
+        several = f"several: {sorted(found)}" if found else f"none among {len(names)} tensors"
+        raise StoreError(f"{where}: expected one tensor '*{suffix}', found {several}")
+    return found[0]
+
+
+def _make_shape_error(file: Path | str, name: str, shape: tuple[int, ...], found: str) -> StoreError:
+    return StoreError(f"{file}: {name}: expected floating point {shape} as config.json says, found {found}")
 
 
 def _ties(config: Any) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False))
-
-
-class _MetaWeights:
-    """Stand-in for `_Weights` that returns tensors on device meta."""
-
-    def has(self, suffix: str) -> bool:
-        return True
-
-    def read(self, suffix: str, shape: tuple[int, int]) -> Tensor:
-        return torch.empty(shape, device="meta")
 
 
 def _read_config(files: ModelFiles) -> Any:

@@ -34,6 +34,11 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> 
     except DraftworksError as error:
         findings.error(str(error))
         return
+    if parts.head_bias:
+        findings.warning(
+            f"target {target.name}: the model adds lm_head.bias to its logits, and its drafts learn from its head without it: "
+            "they will agree with the target less than they could"
+        )
     most: dict[str, int | None] = {}
     for name, entry in target.strategies.items():
         strategy, where = resolve_strategy(name), f"target {target.name}: strategies.{name}"

@@ -143,3 +143,47 @@ def test_embeddings_of_layers_that_predict_further_tokens_are_not_taken(family_t
     with safe_open(Path(made.model) / "model.safetensors", framework="pt") as stream:
         assert torch.equal(parts.embedding, stream.get_tensor("model.embed_tokens.weight"))
         assert torch.equal(parts.head, stream.get_tensor("lm_head.weight"))
+
+
+def rename(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write other tensors to the folder, in one file without an index."""
+    for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        path.unlink()
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+MATRIX = torch.ones(12, 8)
+REFUSED = {
+    "gpt_neox.embed_in.weight": (
+        {"gpt_neox.embed_in.weight": MATRIX, HEAD: MATRIX},
+        r"'\*\.embed_tokens\.weight', found none",
+    ),
+    "embed_out": ({EMBEDDING: MATRIX, "embed_out.weight": MATRIX}, r"'\*lm_head\.weight', found none"),
+    "packed head": ({EMBEDDING: MATRIX, "lm_head.qweight": torch.ones(2, 8, dtype=torch.int32)}, "found none"),
+    "two embeddings": ({EMBEDDING: MATRIX, "decoder.embed_tokens.weight": MATRIX, HEAD: MATRIX}, "found several"),
+    "another shape": ({EMBEDDING: torch.ones(13, 8), HEAD: MATRIX}, "expected floating point"),
+    "integers": ({EMBEDDING: MATRIX.to(torch.int8), HEAD: MATRIX}, "expected floating point"),
+}
+
+
+@pytest.mark.parametrize("tensors", [True, False], ids=["weights", "headers"])
+@pytest.mark.parametrize(("held", "message"), REFUSED.values(), ids=REFUSED)
+def test_headers_refuse_what_weights_do(target: TargetFiles, folder: Path, held, message: str, tensors: bool):
+    rename(folder, held)
+    with pytest.raises(StoreError, match=message):
+        TargetParts.load(target, tensors=tensors)
+
+
+@pytest.mark.parametrize("tensors", [True, False], ids=["weights", "headers"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_headers_take_what_weights_do(target: TargetFiles, folder: Path, dtype: torch.dtype, tensors: bool):
+    rename(folder, {EMBEDDING: MATRIX.to(dtype), HEAD: MATRIX, "model.vision.embed_tokens.weight": MATRIX[:3]})
+    parts = TargetParts.load(target, tensors=tensors)
+    assert parts.embedding.shape == parts.head.shape == (12, 8)
+    assert not parts.head_bias
+
+
+@pytest.mark.parametrize("tensors", [True, False], ids=["weights", "headers"])
+def test_a_bias_of_the_head_is_known(target: TargetFiles, folder: Path, tensors: bool):
+    rename(folder, {EMBEDDING: MATRIX, HEAD: MATRIX, "lm_head.bias": MATRIX[:, 0]})
+    assert TargetParts.load(target, tensors=tensors).head_bias

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from draftworks.drafts import weight_files
@@ -168,6 +169,21 @@ def test_weights_that_are_not_whole_are_an_error(fleet):
     weights = fleet.own_model() / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert any("model.safetensors" in error for error in fleet.check().errors), fleet.check()
+
+
+def test_an_embedding_under_another_name_is_an_error(fleet):
+    """As in GPT-NeoX: transformers loads the target, and no draft can read its embedding."""
+    weights = fleet.own_model() / "model.safetensors"
+    held = {name.replace("embed_tokens", "embed_in"): tensor for name, tensor in load_file(weights).items()}
+    save_file(held, weights, metadata={"format": "pt"})
+    assert any("expected one tensor '*.embed_tokens.weight', found none" in error for error in fleet.check().errors)
+
+
+def test_a_head_with_a_bias_is_a_warning(fleet):
+    weights = fleet.own_model() / "model.safetensors"
+    held = load_file(weights)
+    save_file({**held, "lm_head.bias": torch.ones(2048)}, weights, metadata={"format": "pt"})
+    assert any("adds lm_head.bias to its logits" in warning for warning in fleet.check().warnings)
 
 
 def test_a_tokenizer_of_another_model_is_noticed(fleet):
