@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from draftworks.config.draft_config import DraftConfig
 from draftworks.config.registry_files import StrategyEntry, TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import StrategySpec, resolve_strategy
@@ -17,9 +15,7 @@ from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.reported_metrics import make_example_metrics
-from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.export_format import load_format
-from draftworks.export.server_configs import build_server_configs
+from draftworks.preflight.draft_exports import BuiltDraft, check_exports
 from draftworks.preflight.findings import Findings
 from draftworks.training.best import BestRule
 
@@ -52,7 +48,7 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> 
         else:
             most[name] = draft.max_draft_tokens
             _check_best_metric(strategy, options, entry, where, findings)
-            _check_exports(strategy, entry, draft, files, parts, where, findings)
+            check_exports(BuiltDraft(strategy, entry, draft, parts, where), target, files, findings)
     _check_proposals(target, most, findings)
 
 
@@ -86,32 +82,6 @@ def _report_build_failure(strategy: StrategySpec, where: str, error: Exception, 
         findings.error(f"{message}. Correct the sizes in its options")
     else:
         findings.warning(f"{message}. (Built on device meta, without weights, which this strategy may not support)")
-
-
-def _check_exports(
-    strategy: StrategySpec,
-    entry: StrategyEntry,
-    draft: DraftStrategy,
-    files: TargetFiles,
-    parts: TargetParts,
-    where: str,
-    findings: Findings,
-) -> None:
-    """Build the config.json of every format to be written, and parse it with the servers' configuration classes."""
-    wanted = [spec.name for spec in strategy.exports] if entry.export.formats is None else entry.export.formats
-    record = DraftConfig(strategy.name, draft.config(), files.digest, "")
-    canonical = CanonicalDraft(Path("draft"), record, draft.model.state_dict(), files, parts)
-    refused = canonical.find_refusals()
-    for name in wanted:
-        if name in refused:
-            continue  # `check_requirements` reports it if it was requested
-        try:
-            config = load_format(strategy.name, name).build_config(canonical, getattr(torch, entry.export.dtype))
-            build_server_configs(config)
-        except DraftworksError as error:
-            findings.error(f"{where}: no server would load its export {name}: {error}")
-        except Exception as error:  # a plug-in's format may need weights
-            findings.warning(f"{where}: its export {name} was not checked: {type(error).__name__}: {error}")
 
 
 def _check_proposals(target: TargetSpec, most: dict[str, int | None], findings: Findings) -> None:

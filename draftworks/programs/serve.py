@@ -15,7 +15,7 @@ from draftworks.config.run_files import ServeRun
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.process_group import resolve_device
-from draftworks.errors import ConfigError, DataError, EngineError
+from draftworks.errors import DataError, EngineError
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.loop import current_timing_context
 from draftworks.evaluation.ladder.server_acceptance import (
@@ -36,7 +36,7 @@ from draftworks.sglang.environment import require_cpu_speculation
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.sglang.server_counters import Counters, SpeculatedAnswer, read_accept_length, read_verified_tokens
 from draftworks.sglang.speculating_client import SpeculatingClient
-from draftworks.sglang.speculation import Speculation
+from draftworks.sglang.speculation import Speculation, require_cpu_dtype
 from draftworks.storage.atomic import publish_json
 
 RESULT = "serving.json"
@@ -201,11 +201,7 @@ def _make_server_options(run: ServeRun, device: str, speculation: Speculation) -
 
 
 def _require_cpu_support(run: ServeRun) -> None:
-    if run.serving.compute_dtype != "float32":
-        raise ConfigError(
-            f"evaluation.serving.compute_dtype: on a CPU expected float32, found {run.serving.compute_dtype}: Triton's "
-            "interpreter computes other values in it. Set float32, or serve on a GPU"
-        )
+    require_cpu_dtype(run.serving.compute_dtype)
     require_cpu_speculation(Path(run.sglang.python))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,12 +65,26 @@ class Speculation:
                 f"{', '.join(_CPU_ALGORITHMS)} there. Serve it on a GPU, or set evaluation.serving.prompts: 0"
             )
 
+    @property
+    def sets_draft_tokens(self) -> bool:
+        """Whether the number of proposals is a server option; if not, the draft's config.json decides it."""
+        return STEPS in self.options
+
+    def find_contradicted(self, args: Sequence[str]) -> list[str]:
+        """Return those of more arguments for the server that set one of the options to another value."""
+        found = []
+        for word, following in zip(args, [*args[1:], ""]):
+            name, equals, value = word.partition("=")
+            if name in self.options and (value if equals else following) != self.options[name]:
+                found.append(word)
+        return found
+
     def with_draft_tokens(self, count: int) -> Speculation:
         """Return a copy that proposes `count` tokens a pass, if the number is a server option.
 
         Block drafts have the number in their config.json; for them the result is this object unchanged.
         """
-        if STEPS not in self.options:
+        if not self.sets_draft_tokens:
             return self
         return Speculation({**self.options, STEPS: str(count), BRANCHES: "1", VERIFIED: str(count + 1)})
 
@@ -81,3 +96,12 @@ class Speculation:
     def build_environment(self, device: str) -> dict[str, str]:
         """Return the environment variables of the server in addition to those of every server."""
         return {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+
+
+def require_cpu_dtype(compute_dtype: str) -> None:
+    """Raise ConfigError for a dtype in which SGLang cannot speculate on a CPU."""
+    if compute_dtype != "float32":
+        raise ConfigError(
+            f"evaluation.serving.compute_dtype: on a CPU expected float32, found {compute_dtype}: Triton's interpreter computes "
+            "other values in it. Set float32, or serve on a GPU"
+        )
