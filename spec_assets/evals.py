@@ -112,7 +112,7 @@ def make_eval_features_asset(name: str) -> dg.AssetsDefinition:
         group="features",
         kinds=["pytorch", "safetensors"],
         name=of_eval_set(name).features,
-        description=f"Hidden states of the eval set {name}, which every evaluation of every draft reads; cached by EvalConfig.",
+        description=f"Hidden states of the eval set {name}, which every evaluation of every draft reads; kept in the evaluation cache.",
         deps=[TARGET_MODEL, RECIPE, of_eval_set(name).responses],
         optional=True,
         program="capture",

@@ -111,7 +111,7 @@ class SampleRef:
     def from_json(cls, text: str) -> SampleRef:
         fields = parse_json(text)
         if fields.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"SampleRef of schema {fields.get('schema_version')}, expected {SCHEMA_VERSION}")
+            raise ValueError(f"`SampleRef` of schema {fields.get('schema_version')}, expected {SCHEMA_VERSION}")
         specs = {
             name: FeatureSpec(**{**spec, "shape": tuple(spec["shape"])})
             for name, spec in fields.pop("feature_specs").items()

@@ -168,7 +168,7 @@ class FeatureDataLoader:
     def order(self) -> SampleOrder:
         """How the samples of a training are counted. Raises TypeError for a loader of evaluations."""
         if not isinstance(self.schedule, TrainSchedule):
-            raise TypeError(f"a training needs a TrainSchedule, found a {type(self.schedule).__name__}")
+            raise TypeError(f"a training needs a `TrainSchedule`, found a {type(self.schedule).__name__}")
         return SampleOrder(self.schedule.samples, self.schedule.global_batch_size, len(self.schedule.left_out))
 
     def prepare_for(self, device: torch.device) -> None:

@@ -50,7 +50,7 @@ class AuthPolicy:
             reason = "the seal does not match: it is altered"
             reason += "" if self.secret is None else ", or was sealed with another secret"
         elif self.secret is None:
-            reason = "it is sealed with a shared secret, and none was given: open the store with AuthPolicy(secret)"
+            reason = "it is sealed with a shared secret, and none was given: open the store with `AuthPolicy(secret)`"
         else:
             reason = "it is not sealed with the shared secret that was given: expected hmac-sha256, found " + repr(kind)
         raise StoreError(f"{where} is refused: {reason}")

@@ -175,7 +175,7 @@ def _measuring(subject: CardSubject) -> str:
 def _limits(subject: CardSubject) -> str:
     limits = [
         "Made for the target above and its tokenizer. With another model, a fine-tuned one too, acceptance has to be measured anew.",
-        "ReportScore on the eval sets above: other tasks and languages are accepted at other rates.",
+        "Measured on the eval sets above: other tasks and languages are accepted at other rates.",
     ]
     vocabulary = subject.made_from.options.get("draft_vocab_size")
     if vocabulary is not None and vocabulary < subject.target.vocab_size:

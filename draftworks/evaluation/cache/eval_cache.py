@@ -124,7 +124,7 @@ class EvalCache:
             ValueError: its `cache_dir` is not set.
         """
         if not config.cache_dir:
-            raise ValueError("EvalConfig.cache_dir is not set: expected the folder of the evaluation cache")
+            raise ValueError("`EvalConfig.cache_dir` is not set: expected the folder of the evaluation cache")
         return cls(Path(config.cache_dir))
 
     @staticmethod
