@@ -15,9 +15,10 @@ def find_texts(tree: ast.Module) -> Iterator[ast.Constant]:
     who read code."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            if " " in node.value.strip():
-                yield node
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or id(node) in docstrings:
+            continue
+        if " " in node.value.strip():
+            yield node
 
 
 def test_no_message_or_page_has_the_name_of_a_class_for_a_word():
