@@ -17,7 +17,6 @@ MakeTarget = Callable[[str], TargetFiles]
 
 
 def entries(strategies: dict[str, dict]) -> dict[str, dict[str, Any]]:
-    """The smallest models of some families have eight heads of four, so their drafts' vocabulary is small too."""
     return {strategy: {"options": options} for strategy, options in strategies.items()}
 
 

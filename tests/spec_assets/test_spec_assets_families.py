@@ -18,7 +18,8 @@ def test_the_first_step_takes_a_target_of_every_family(site, family_target: Make
     """One after another in one test: each has the whole Dagster run that a user's target has."""
     small = yaml.safe_load(site.target_file.read_text())
     drafts = {name: {"options": options} for name, options in DRAFT_OPTIONS.items()}
-    targets = {name: (family_target(name), drafts) for name in FAMILIES}
+    unscaled = {**drafts, "xpress": {**drafts["xpress"], "export": {"formats": []}}}  # its one format is of bare rows
+    targets = {name: (family_target(name), unscaled if "gemma" in name else drafts) for name in FAMILIES}
     targets |= {f"{kind}_mtp": (mtp_target(kind), {"mtp": {}}) for kind in KINDS}
     for name, (files, strategies) in targets.items():
         entry = {**small, "model": files.model, "strategies": strategies}
