@@ -45,6 +45,11 @@ def check_values(target: TargetSpec, findings: Findings) -> None:
                 f"{where}: lr {training.lr:g} x weight_decay {training.weight_decay:g} is 1 or more: weight decay would "
                 "remove all weights in one step. Lower weight_decay"
             )
+        if training.pack_overlong == "refuse" and (training.pack_tokens or target.max_length) < target.max_length:
+            findings.warning(
+                f"{where}.pack_tokens: found {training.pack_tokens}; a longer sample ends the training, and max_length "
+                f"{target.max_length} allows such. Raise it, or set pack_overlong to own_row"
+            )
         for doubt in _find_unusual(training):
             findings.warning(f"{where}.{doubt.key}: found {doubt.value:g}; {doubt.usual}")
     _check_answers(target, findings)

@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
-from draftworks.data.conversations import Conversation
-from draftworks.data.token_rows import TokenRow
-from draftworks.errors import DataError
 from draftworks.preflight.findings import Findings
+from draftworks.preflight.sample_lengths import check_lengths
 from draftworks.preflight.sample_rows import MAX_JSON_LIST_BYTES, Sample, read_sample
+from draftworks.preflight.sample_tokens import list_uses, tokenize_sample
 from draftworks.preflight.slice_columns import check_slices
 from draftworks.targets.registry import Registry
-
-_WARNING_SHARE = 0.5
-"""Share of lost or cut rows in a sample above which a warning is given."""
-
-
-@dataclass
-class Tokenized:
-    """Token statistics of a sample, with the data's own answers.
-
-    Attributes:
-        lengths: number of tokens of each sequence, prompt and answer, before any cut.
-        prompts: number of tokens of each conversation's first prompt.
-        counts: occurrences of each token id.
-        reasons: for each conversation that cannot be tokenized, why.
-    """
-
-    lengths: list[int] = field(default_factory=list)
-    prompts: list[int] = field(default_factory=list)
-    counts: Counter[int] = field(default_factory=Counter)
-    reasons: list[str] = field(default_factory=list)
 
 
 def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, findings: Findings) -> None:
@@ -60,9 +36,10 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
                     "to passthrough"
                 )
             if sample.items and (chat is not None or sample.kind == "tokens"):
-                tokenized = _tokenize(sample, chat, target)
+                tokenized = tokenize_sample(sample, chat, target)
                 used += tokenized.counts
-                _check_lengths(f"{where}: data set {name}", tokenized, sample, target, findings)
+                for use in list_uses(name, sample, tokenized.rows, target, registry):
+                    check_lengths(f"{where}: data set {name}", use, target, findings)
     if samples.keys() == set(named):  # else a data set without a readable row is reported already
         check_slices(target, samples, registry, findings)
     if chat is not None:
@@ -86,57 +63,6 @@ def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findin
         findings.warning(
             f"{where}: {len(sample.reasons)} of its first {sample.rows} rows cannot be used, and the run stops if that is so "
             f"of more than {target.data.max_rejected_share:.0%} (data.max_rejected_share). The first: {sample.reasons[0]}"
-        )
-
-
-def _tokenize(sample: Sample, chat: ChatTokenizer | None, target: TargetSpec) -> Tokenized:
-    found = Tokenized()
-    for item in sample.items:
-        if isinstance(item, TokenRow):
-            found.lengths.append(len(item))
-            found.counts.update(item.input_ids.tolist())
-            continue
-        assert chat is not None, "a set of conversations is looked at only where the chat template could be loaded"
-        try:
-            ids = chat.encode(item, target.data.only_last_turn).input_ids.tolist()
-            prompt = len(chat.encode_prompt(_first_prompt(item)))
-        except DataError as error:
-            found.reasons.append(str(error))
-            continue
-        found.lengths.append(len(ids))
-        found.prompts.append(prompt)
-        found.counts.update(ids)
-    return found
-
-
-def _first_prompt(conversation: Conversation) -> Sequence[Any]:
-    """Return the turns before the assistant's first turn."""
-    turns = conversation.turns
-    return turns[: next(number for number, turn in enumerate(turns) if turn.role == "assistant")]
-
-
-def _check_lengths(where: str, found: Tokenized, sample: Sample, target: TargetSpec, findings: Findings) -> None:
-    total, limit = len(sample.items), target.max_length
-    if found.reasons and not found.lengths:
-        findings.error(f"{where}: none of its first {total} conversations can be tokenized: {found.reasons[0]}")
-        return
-    if len(found.reasons) > target.data.max_rejected_share * total:
-        findings.warning(
-            f"{where}: {len(found.reasons)} of its first {total} conversations cannot be tokenized, the first: {found.reasons[0]}"
-        )
-    if target.responses.mode == "regenerate" and found.prompts:
-        lost = sum(length >= limit for length in found.prompts)
-        message = f"{where}: {lost} of its first {total} prompts leave no room for an answer within max_length {limit}"
-        if lost == len(found.prompts):
-            findings.error(f"{message}. Raise max_length, or take shorter conversations")
-        elif lost > _WARNING_SHARE * len(found.prompts):
-            findings.warning(f"{message}; the longest has {max(found.prompts):,} tokens")
-        return
-    cut = sum(length > limit for length in found.lengths)
-    if cut > _WARNING_SHARE * len(found.lengths):
-        findings.warning(
-            f"{where}: max_length {limit} cuts {cut} of its first {total} samples, the longest of {max(found.lengths):,} tokens: "
-            "tokens after the cut are not learnt"
         )
 
 

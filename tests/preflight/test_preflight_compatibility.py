@@ -183,9 +183,7 @@ def test_a_format_whose_loaders_embed_otherwise_than_the_target_is_refused(tmp_p
 def test_a_watermark_below_a_global_batch_is_refused_before_anything_is_captured(tiny_target, tmp_path, samples, fits):
     training = TrainingSpec(global_batch_size=16)
     streamed = target(options=OPTIONS, training=training).model_copy(
-        update={
-            "streaming": StreamingSpec(watermark=WatermarkSpec(samples=samples, steps=1 if samples is None else None))
-        }
+        update={"streaming": StreamingSpec(watermark=WatermarkSpec(samples=samples, steps=1))}
     )
     with nullcontext() if fits else pytest.raises(ConfigError, match=r"streaming\.watermark\.samples is 15, expected"):
         check_requirements(streamed, tiny_target, Registry(tmp_path))

@@ -75,8 +75,8 @@ WARNINGS = {
     "default mask of ordinary text": ({"strategies": strategy("dflash")}, "and the default: the last id"),
     "answers as long as samples": ({"responses": {"max_new_tokens": 96}}, "leaves no room for its prompt"),
     "cut": (
-        {"max_length": 12, "responses": {"mode": "passthrough"}, "strategies": strategy("eagle3", ttt_length=2)},
-        "cuts 30",
+        {"max_length": 20, "responses": {"mode": "passthrough"}, "strategies": strategy("eagle3", ttt_length=2)},
+        "max_length 20 cuts 27 of the 27 rows to train on",
     ),
     "many ranks": ({"capture": {"device": "cpu", "processes": 5000}}, "processes: found 5000"),
     "key of a server": (

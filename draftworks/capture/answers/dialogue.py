@@ -43,9 +43,7 @@ class Dialogue:
         self._rendered = rendered
         self.chat = chat
         self._max_length = max_length
-        self._questions = _split_questions(conversation.turns)
-        if not self._questions:
-            raise DataError("it has no assistant turn after a user turn")
+        self._questions = require_questions(conversation.turns)
         self._num_questions = len(self._questions)
         self._turns = list(self._questions.pop(0))
         self.ids = chat.encode_prompt(self._turns)
@@ -151,8 +149,12 @@ def _make_token_row(
     return TokenRow(sample_id, np.array(sample["ids"], dtype=np.int32), mask, original.columns)
 
 
-def _split_questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
-    """Return, for each assistant turn to generate, the turns between the previous one and it."""
+def require_questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
+    """Return, for each assistant turn to generate, the turns between the previous one and it.
+
+    Raises:
+        DataError: no assistant turn is to be generated.
+    """
     questions, pending, has_user_turn = [], [], False
     for turn in turns:
         if turn.role != "assistant":
@@ -163,4 +165,6 @@ def _split_questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
             pending, has_user_turn = [], False
         elif not questions:
             pending.append(turn)
+    if not questions:
+        raise DataError("it has no assistant turn after a user turn")
     return questions
