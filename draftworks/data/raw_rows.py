@@ -9,6 +9,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from draftworks.storage.regular_files import open_regular, parse_json, require_f
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """A longer line is rejected without being held in memory."""
 EXCERPT_LENGTH = 200
+_PIECE = 1 << 20
 _WHITESPACE = " \t\r\n"
 
 
@@ -78,6 +80,26 @@ def read_rows(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[RawR
         else:
             yield from _line_rows(path, max_line_bytes)
     except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def count_rows(path: Path, most: int, most_bytes: int) -> int | None:
+    """Return how many rows a file has at most, `most` if there are more, without decoding them.
+
+    None for a JSON list of more than `most_bytes`, which would have to be read whole. A line of more than `_PIECE` bytes
+    counts as several.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        if path.suffix.lower() == ".parquet":
+            return min(most, pq.read_metadata(require_file(path)).num_rows)
+        if path.suffix.lower() == ".json" and is_json_list(path):
+            return None if path.stat().st_size > most_bytes else sum(1 for _ in islice(_list_rows(path), most))
+        with open_regular(path) as stream:
+            return sum(1 for _ in islice(iter(lambda: stream.readline(_PIECE), b""), most))
+    except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 

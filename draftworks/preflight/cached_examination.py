@@ -60,7 +60,14 @@ def _locate_cached(
 ) -> Path:
     versions = [read_version(library) for library in _LIBRARIES]
     sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
-    inputs = [target.model_dump(mode="json", exclude={"launcher"}), files.model_dump(mode="json"), sets, dict(data)]
+    evals = {name: registry.load_eval_set(name).model_dump(mode="json") for name in target.evals}
+    inputs = [
+        target.model_dump(mode="json", exclude={"launcher"}),
+        files.model_dump(mode="json"),
+        sets,
+        evals,
+        dict(data),
+    ]
     return cache_folder / f"{digest([REVISION, versions, inputs])}.json"
 
 

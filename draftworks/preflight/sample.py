@@ -8,10 +8,11 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
+from draftworks.preflight.data_counts import check_counts
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.sample_lengths import check_lengths
 from draftworks.preflight.sample_rows import MAX_JSON_LIST_BYTES, Sample, read_sample
-from draftworks.preflight.sample_tokens import list_uses, tokenize_sample
+from draftworks.preflight.sample_tokens import DataUse, list_uses, tokenize_sample
 from draftworks.preflight.slice_columns import check_slices
 from draftworks.targets.registry import Registry
 
@@ -24,6 +25,7 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
         chat = ChatTokenizer.load(files, True if target.asks_both_ways else target.responses.thinking)
     used: Counter[int] = Counter()
     samples: dict[str, Sample] = {}
+    uses: list[DataUse] = []
     named = [*target.training_datasets, *(registry.load_eval_set(name).dataset for name in target.evals)]
     for name in dict.fromkeys(named):
         with findings.collect_errors():
@@ -38,10 +40,14 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
             if sample.items and (chat is not None or sample.kind == "tokens"):
                 tokenized = tokenize_sample(sample, chat, target)
                 used += tokenized.counts
-                for use in list_uses(name, sample, tokenized.rows, target, registry):
+                found = list_uses(name, sample, tokenized.rows, target, registry)
+                uses += found
+                for use in found:
                     check_lengths(f"{where}: data set {name}", use, target, findings)
     if samples.keys() == set(named):  # else a data set without a readable row is reported already
         check_slices(target, samples, registry, findings)
+        with findings.collect_errors():
+            check_counts(target, uses, registry, findings)
     if chat is not None:
         _check_vocabulary(where, chat, files, findings)
         _check_mask_tokens(target, files, chat, used, findings)

@@ -107,7 +107,10 @@ def list_uses(
     """
     trained, asked = name in target.training_datasets, sample.kind != "tokens"
     regenerated = target.responses.mode == "regenerate" and asked
-    if not sample.whole or target.mix is not None:
+    sound = (
+        len(sample.reasons) <= target.data.max_rejected_share * sample.rows
+    )  # otherwise rows are to be repaired first
+    if not (sample.whole and sound) or target.mix is not None:
         what, first = f"its first {len(rows):,} rows", tuple(rows.values())
         uses = [DataUse(what, first, asked=True, trained=trained and regenerated)] if asked else []
         own = (trained or not asked) and not regenerated
