@@ -21,6 +21,8 @@ THINKING_PAIR = "thinking_pair"
 """Column of conversations that a mix asks with thinking on or off: the id of the prompt, the same for both ways."""
 _LENGTHS = ((500, "under 500"), (2_000, "500 to 2k"), (8_000, "2k to 8k"), (32_000, "8k to 32k"))
 _LONGEST = "32k or more"
+PROMPT_LENGTHS = (*(name for _, name in _LENGTHS), _LONGEST)
+"""Values of the column `PROMPT_LENGTH`."""
 
 
 def name_prompt_length(characters: int) -> str:

@@ -10,6 +10,7 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
 from draftworks.preflight.data_counts import check_counts
 from draftworks.preflight.findings import Findings
+from draftworks.preflight.mixed_data import check_mix
 from draftworks.preflight.sample_lengths import check_lengths
 from draftworks.preflight.sample_rows import MAX_JSON_LIST_BYTES, Sample, read_sample
 from draftworks.preflight.sample_tokens import DataUse, list_uses, tokenize_sample
@@ -47,6 +48,7 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
     if samples.keys() == set(named):  # else a data set without a readable row is reported already
         check_slices(target, samples, registry, findings)
         with findings.collect_errors():
+            check_mix(target, samples, registry, findings)
             check_counts(target, uses, registry, findings)
     if chat is not None:
         _check_vocabulary(where, chat, files, findings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
+from draftworks.data.conversations import Scalar
 from draftworks.data.datasets import detect_kind
 from draftworks.data.formats import RowError, parse_conversation, parse_tokens, read_columns
 from draftworks.data.raw_rows import RawRow, is_json_list, read_rows
@@ -96,13 +97,24 @@ def find_absent_columns(columns: Collection[str], dataset: DatasetSpec, root: Pa
     Raises:
         DataError: a file cannot be read to its end.
     """
-    left = set(columns)
+    return _find_absent(columns, dataset, root, lambda found: found.keys())
+
+
+def find_absent_values(column: str, values: Collection[str], dataset: DatasetSpec, root: Path) -> set[str]:
+    """Return the values of a column, as text, that no row of a data set has. Reads and raises as `find_absent_columns`."""
+    return _find_absent(values, dataset, root, lambda found: {str(found[column])} if column in found else ())
+
+
+def _find_absent(
+    wanted: Collection[str], dataset: DatasetSpec, root: Path, select: Callable[[Mapping[str, Scalar]], Iterable[str]]
+) -> set[str]:
+    left = set(wanted)
     for path in find_dataset_files(dataset, root):
         if not _can_be_streamed(path):
             return set()  # not known, and no reason to refuse
         for row in read_rows(path):
             if isinstance(row, RawRow) and isinstance(row.value, dict):
-                left -= read_columns(row.value).keys()
+                left.difference_update(select(read_columns(row.value)))
             if not left:
                 return left
     return left
