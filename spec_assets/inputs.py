@@ -12,8 +12,10 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.preflight.cached_examination import examine_before_run
 from draftworks.preflight.compatibility import check_requirements
+from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.machine import check_machine
+from draftworks.preflight.placement import check_placement
 from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.identity import digest
@@ -127,9 +129,11 @@ def require_sound_target(
     registry, data = workspace.registry, read_data_versions(workspace, target)
     places = Findings()  # of this machine: another may be the one that captures, and this run may need none of it
     check_machine(target, registry, places)
-    served = Findings()
-    check_served_data(target, registry, served)
-    findings = (*served.found, *examine_before_run(target, files, registry, data, workspace.target_checks))
+    check_quantizer(target, files, registry, places)
+    entry = Findings()  # of the entry and what it names, whatever the machine
+    check_placement(target, registry, entry)
+    check_served_data(target, registry, entry)
+    findings = (*entry.found, *examine_before_run(target, files, registry, data, workspace.target_checks))
     for one in (*places.found, *(each for each in findings if each.severity == "warning")):
         context.log.warning(one.text)
     errors = [one.text for one in findings if one.severity == "error"]

@@ -84,6 +84,12 @@ class TrackersSpec(Spec):
         return [name for name in TrackersSpec.model_fields if getattr(self, name) is not None]
 
 
+def require_tensorboard(wanted: bool, where: str) -> None:
+    """Raise ConfigError if TensorBoard is wanted and missing here."""
+    if wanted and not _is_installed("tensorboard"):
+        raise ConfigError(f"{where}: TensorBoard is not installed: pip install -e '.[tensorboard]', or turn it off")
+
+
 def require_trackers(spec: TrackersSpec, where: str, environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if a tracker's package, or the key that it needs, is missing here."""
     missing = [kind for kind in spec.list_kinds() if not _is_installed(kind)]

@@ -15,10 +15,11 @@ from draftworks.config.registry_files import ExportSettings, TargetSpec
 from draftworks.config.run_files import VOCAB_FILE, TargetFiles
 from draftworks.config.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
 from draftworks.config.streaming import StreamFollower, StreamSteps, require_one_schedule
-from draftworks.config.trackers import require_trackers
+from draftworks.config.trackers import require_tensorboard, require_trackers
 from draftworks.errors import ConfigError, StoreError
 from draftworks.sglang.families import refuse_on_cpu
 from draftworks.sglang.layers import check_capture, read_architecture, to_eagle3_ids
+from draftworks.targets.quantization import explain_unprobable
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import read_text_config
 
@@ -31,6 +32,7 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
     refuse_on_cpu(target, files)
     if target.capture.backend in ("sglang", "sglang_server") and not target.capture.server.external:
         check_capture(f"target {target.name}", read_architecture(files), target.capture.server.args)
+    _check_probe(target, files)
     collect_taps(target, files.num_layers)
     sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
     for name, entry in target.strategies.items():
@@ -46,6 +48,7 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
             )
         if entry.training.pack_tokens is not None:
             strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
+        require_tensorboard(entry.training.tensorboard, f"target {target.name}: strategies.{name}.training.tensorboard")
         require_trackers(entry.training.trackers, f"target {target.name}: strategies.{name}.training.trackers")
         _check_watermark(target, name, entry.training.global_batch_size)
         _check_export(strategy, options, files, entry.export, f"target {target.name}: strategies.{name}.export")
@@ -59,6 +62,16 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
         raise ConfigError(
             f"target {target.name}: draft_vocab_size {size} is larger than the model's vocabulary of {files.vocab_size}. "
             f"Set options.draft_vocab_size to at most that"
+        )
+
+
+def _check_probe(target: TargetSpec, files: TargetFiles) -> None:
+    """Raise ConfigError if what the engine captures can be compared with nothing, and the entry does not allow that."""
+    reason = "" if target.capture.allow_unprobed else explain_unprobable(files, target.capture.server.args)
+    if reason:
+        raise ConfigError(
+            f"target {target.name}: what the engine captures cannot be compared with the target's own weights: {reason}. To "
+            "capture it without this comparison, set capture.allow_unprobed: true"
         )
 
 

@@ -14,8 +14,10 @@ from draftworks.data.sources import find_dataset_files
 from draftworks.errors import DraftworksError
 from draftworks.preflight.cached_examination import TARGET_CHECKS, examine_before_run
 from draftworks.preflight.compatibility import check_requirements
+from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.machine import check_machine
+from draftworks.preflight.placement import check_placement
 from draftworks.preflight.plausible_values import check_values
 from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
@@ -72,12 +74,15 @@ def examine_target(
     """
     with findings.collect_errors():  # of the deployment
         check_machine(target, registry, findings)
+        check_placement(target, registry, findings)
     data = _check_data(target, registry, findings, digests)
     sound_entry = False
     if files is not None:
         with findings.collect_errors():
             check_requirements(target, files, registry)
             sound_entry = True
+        with findings.collect_errors():
+            check_quantizer(target, files, registry, findings)
         with findings.collect_errors():
             for remark in list_sglang_remarks(target, files):
                 findings.warning(remark)

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
+from draftworks.preflight.devices import check_devices
+from draftworks.preflight.engines import check_custom_engine
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.object_storage import check_object_storage
 from draftworks.preflight.streams import check_stream, find_existing
@@ -27,6 +29,8 @@ def check_machine(target: TargetSpec, registry: Registry, findings: Findings) ->
     for key, (processes, device) in ranks.items():
         if device == "cpu" and processes > _MAX_RANKS_PER_PROCESSOR * processors:
             findings.warning(f"{where}: {key}.processes: found {processes} on a machine with {processors} processors")
+    check_devices(target, registry, findings)
+    check_custom_engine(target, registry, findings)
     _check_sglang(target, registry, findings)
     check_stream(target, registry, findings)
     endpoint = target.responses.endpoint

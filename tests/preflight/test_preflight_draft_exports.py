@@ -70,7 +70,7 @@ SOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def errors_of(fleet, strategies: dict[str, Any], evaluation: dict[str, Any]) -> list[str]:
     """Without those that depend on this machine, which has no SGLang."""
     fleet.write(strategies=strategies, evaluation=evaluation)
-    return [error for error in fleet.check().errors if "needs SGLang" not in error and "one GPU" not in error]
+    return [error for error in fleet.check().errors if "needs SGLang" not in error and "needs 1 GPU" not in error]
 
 
 @pytest.mark.parametrize(("strategies", "evaluation", "message"), REFUSED.values(), ids=REFUSED)

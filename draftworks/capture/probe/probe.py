@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +18,12 @@ from draftworks.capture.engine import TargetEngine
 from draftworks.capture.probe.stream_difference import KnownStream, StreamFinding, build_known_streams, compare_stream
 from draftworks.capture.probe.streamed_forward import StreamedTarget
 from draftworks.capture.verify import verify_capture
-from draftworks.config.run_files import CaptureRun, TargetFiles
-from draftworks.config.sglang import find_quantizing_args
+from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError, StoreError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
-from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import LayerTap
-from draftworks.storage.regular_files import read_json
+from draftworks.targets.quantization import explain_unprobable
 
 PROMPT_TOKENS = (64, 24, 24)
 """Largest number of tokens of each probe prompt."""
@@ -212,27 +209,6 @@ def choose_probe_prompts(tokens: Sequence[TokenRow]) -> list[list[int]]:
         row[:length] if number == 0 else row[-length:]
         for number, (row, length) in enumerate(zip(chosen, PROMPT_TOKENS, strict=False))
     ]
-
-
-def explain_unprobable(target: TargetFiles, engine_args: Sequence[str]) -> str:
-    """Return why an engine cannot be compared with the target's files; an empty text if it can."""
-    quantizing = find_quantizing_args(engine_args)
-    if quantizing:
-        return f"capture.server.args has {', '.join(quantizing)}, which changes the numerical results"
-    method = _read_quantization(target)
-    return f"the checkpoint is quantised ({method}), and its layers are not run here" if method else ""
-
-
-def _read_quantization(target: TargetFiles) -> str:
-    path = Path(target.model) / "config.json"
-    if target.revision is not None:
-        path = fetch_hub_file(f"target {target.name}", target.model, target.revision, "config.json") or path
-    try:
-        config = read_json(path)
-    except (OSError, ValueError):
-        return ""  # building the model from this file raises an error that names the problem
-    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    return str(found.get("quant_method", "quantization_config")) if isinstance(found, dict) else ""
 
 
 def _measure_excess(finding: StreamFinding) -> float:

@@ -1,0 +1,85 @@
+"""What the engine that runs a target needs is there, and what it captures can be compared or need not be."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+FP8 = {"quant_method": "compressed-tensors"}
+CUSTOM = {"backend": "custom", "custom": {"entry_point": "no_such_package.engine:load", "engine": "mine"}}
+
+
+def quantize(fleet, config: dict[str, Any], **entry: Any) -> None:
+    path = fleet.own_model() / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    fleet.write(model=str(path.parent), **entry)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_what_cannot_be_compared_is_refused_unless_it_is_allowed(fleet, allowed: bool):
+    quantize(fleet, {"quantization_config": FP8}, capture={"allow_unprobed": allowed})
+    told = [error for error in fleet.check().errors if "set capture.allow_unprobed: true" in error]
+    assert len(told) == (not allowed)
+    assert all("the checkpoint is quantised (compressed-tensors)" in error for error in told)
+
+
+def test_arguments_that_change_the_numbers_are_refused_unless_they_are_allowed(fleet):
+    server = {"url": "http://127.0.0.1:9", "spool": str(fleet.root), "args": ["--quantization", "fp8"]}
+    for allowed in (False, True):
+        fleet.write(capture={"backend": "sglang_server", "server": server, "allow_unprobed": allowed})
+        assert any("--quantization, which changes" in error for error in fleet.check().errors) != allowed
+
+
+@pytest.mark.parametrize(
+    ("capture", "prompts", "keys"),
+    [
+        ({}, 16, ["capture.backend hf", "evaluation.loop"]),
+        ({}, 0, ["capture.backend hf"]),
+        (
+            {"backend": "sglang_server", "server": {"url": "http://127.0.0.1:9", "spool": "/tmp"}},
+            16,
+            ["evaluation.loop"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_a_missing_package_of_a_quantisation_is_named_where_transformers_loads(fleet, capture, prompts, keys, kind):
+    method = {"quantization_config": {"quant_method": "gptq"}}
+    (fleet.registry.root / "deployment.yaml").write_text(yaml.safe_dump({"launcher": {"kind": kind}}))
+    quantize(fleet, method, capture={**capture, "allow_unprobed": True}, evaluation={"loop": {"prompts": prompts}})
+    found = fleet.check()
+    told = [text for text in (found.errors if kind == "local" else found.warnings) if "transformers needs" in text]
+    assert [text.split(": ")[1] for text in told] == keys
+    assert all("pip install optimum gptqmodel" in text for text in told)
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_a_custom_engine_that_is_not_there_is_an_error_where_it_runs(fleet, kind: str):
+    (fleet.registry.root / "deployment.yaml").write_text(yaml.safe_dump({"launcher": {"kind": kind}}))
+    fleet.write(capture=CUSTOM)
+    found = fleet.check()
+    (told,) = [text for text in (found.errors if kind == "local" else found.warnings) if "entry_point" in text]
+    assert "there is no module no_such_package.engine here" in told
+
+
+def test_a_custom_engine_that_is_there_is_not_imported(fleet, tmp_path, monkeypatch):
+    package = tmp_path / "modules" / "my_engines"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "first.py").touch()
+    monkeypatch.syspath_prepend(str(package.parent))
+    for module, there in (("my_engines.first", True), ("my_engines.second", False)):
+        fleet.write(capture={"backend": "custom", "custom": {"entry_point": f"{module}:load", "engine": "mine"}})
+        assert fleet.check().errors == [] if there else "there is no module" in fleet.check().errors[0]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_tensorboard_that_is_not_installed_is_refused_where_it_is_wanted(fleet, monkeypatch, wanted: bool):
+    monkeypatch.setattr("draftworks.config.trackers.find_spec", lambda name: None)
+    fleet.write(strategies={"eagle3": {"options": {"draft_vocab_size": 64}, "training": {"tensorboard": wanted}}})
+    told = [error for error in fleet.check().errors if "TensorBoard is not installed" in error]
+    assert len(told) == wanted
+    assert all("strategies.eagle3.training.tensorboard" in error for error in told)
