@@ -15,6 +15,7 @@ from draftworks.config.run_files import VOCAB_FILE, FeatureSet, StoreSpec, Strea
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import ConfigError, StoreError
 from draftworks.preflight.compatibility import check_start_from
+from draftworks.preflight.fp8_gate import require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import TOKENIZED_TRAIN, TRAINING_FEATURES, VOCAB_MAPPING, of_strategy
 from draftworks.storage.identity import digest
@@ -24,7 +25,6 @@ from draftworks.targets.registry import HELDOUT, apply_overrides
 from resources.workspace import Workspace
 from spec_assets.evals import locate_feature_set, read_eval_data
 from spec_assets.features import require_features, select_stream_versions
-from spec_assets.fp8_verdict import require_passed_fp8_gate
 
 
 class DraftConfig(dg.Config):
@@ -107,7 +107,7 @@ def resolve_draft_inputs(
     chosen = apply_overrides(target.name, strategy, entry, config.options, config.training)
     artifacts: ArtifactStore = workspace.artifacts
     files = workspace.resolve_target_files(target.name)
-    require_passed_fp8_gate(workspace, target, files.digest, [strategy.name])
+    require_passed_fp8_gate(workspace.artifacts, target, files.digest, [strategy.name])
     options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
     streams = strategy.list_features(files.num_layers, options)
     train_features = require_features(workspace, TRAINING_FEATURES, target.name)

@@ -8,13 +8,13 @@ import dagster as dg
 from draftworks.config.run_files import CaptureRun
 from draftworks.errors import StoreError
 from draftworks.preflight.compatibility import collect_taps
+from draftworks.preflight.fp8_gate import require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, TRAINING_FEATURES
 from draftworks.storage.data_records import FeaturesIdentity, read_captured_weights
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, report_result
-from spec_assets.fp8_verdict import require_passed_fp8_gate
 from spec_assets.metadata import format_bytes
 from spec_assets.workers import launch_workers
 
@@ -51,7 +51,7 @@ def training_features(
     tokens = workspace.artifacts.load_current(TOKENIZED_TRAIN, target)
     taps = collect_taps(spec, files.num_layers)
     store = workspace.locate_feature_store(files)
-    require_passed_fp8_gate(workspace, spec, files.digest, list(spec.strategies))
+    require_passed_fp8_gate(workspace.artifacts, spec, files.digest, list(spec.strategies))
 
     def build(out: Path) -> BuildResult:
         run = CaptureRun(

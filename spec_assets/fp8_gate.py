@@ -8,13 +8,13 @@ from typing import Any
 import dagster as dg
 
 from draftworks.config.run_files import FeatureSet
+from draftworks.preflight.fp8_gate import read_verdicts
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import FP8_GATE, RECIPE, TARGET_MODEL, TOKENIZED_TRAIN
 from draftworks.storage.identity import digest
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, report_result, require_target
-from spec_assets.fp8_verdict import read_verdicts
 from spec_assets.metadata import format_table
 from spec_assets.sample_trainings import READS, SampleTrainings
 

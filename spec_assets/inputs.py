@@ -14,10 +14,12 @@ from draftworks.preflight.cached_examination import examine_before_run
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.findings import Findings
+from draftworks.preflight.fp8_gate import require_passed_fp8_gate
 from draftworks.preflight.machine import check_machine
 from draftworks.preflight.placement import check_placement
 from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
+from draftworks.storage.asset_names import FP8_GATE, TRAINING_FEATURES, of_strategy
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import (
@@ -60,6 +62,9 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
     if weights.note is not None:
         context.log.warning(f"target {target.name}: {weights.note}")
     check_requirements(target, files, workspace.registry)
+    trained = list_trained_strategies(target, mine)
+    if trained:  # which asks for the gate too, but after the answers
+        require_passed_fp8_gate(workspace.artifacts, target, files.digest, trained)
     require_sound_target(context, workspace, target, files)
     for remark in list_sglang_remarks(target, files):
         context.log.warning(remark)
@@ -119,6 +124,13 @@ def describe_mix(target: TargetSpec, registry: Registry) -> dict[str, Any]:
 def read_data_versions(workspace: Workspace, target: TargetSpec) -> dict[str, str]:
     """Return the content digest of every data set of a target and of its eval sets, by name."""
     return digest_datasets(target, workspace.registry, workspace.digests)
+
+
+def list_trained_strategies(target: TargetSpec, selected: set[str]) -> list[str]:
+    """Return the strategies for which a run will ask the fp8 gate; none where the run makes the gate itself."""
+    if FP8_GATE in selected:
+        return []
+    return [name for name in target.strategies if {TRAINING_FEATURES, of_strategy(name).draft} & selected]
 
 
 def require_sound_target(

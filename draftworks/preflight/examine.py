@@ -16,11 +16,13 @@ from draftworks.preflight.cached_examination import TARGET_CHECKS, examine_befor
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.findings import Finding, Findings
+from draftworks.preflight.fp8_gate import check_fp8_gate
 from draftworks.preflight.machine import check_machine
 from draftworks.preflight.placement import check_placement
 from draftworks.preflight.plausible_values import check_values
 from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
+from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
@@ -51,6 +53,8 @@ def examine_entry(name: str, registry: Registry, digests: FileDigests, var: Path
             findings.error(str(error))
     examine_target(target, files, registry, findings, digests, None if var is None else var / TARGET_CHECKS)
     if files is not None:
+        if var is not None:
+            check_fp8_gate(ArtifactStore(var), target, files.digest, findings)
         with findings.collect_errors():
             weights = check_target_weights(files, target.capture.backend, None if var is None else var / WEIGHT_CHECKS)
             if weights.note is not None:

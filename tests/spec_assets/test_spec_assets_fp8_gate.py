@@ -15,8 +15,10 @@ from draftworks.config.gates import GateSpec
 from draftworks.config.registry_files import StrategyEntry, TargetSpec
 from draftworks.evaluation.ladder.relative_loss import RelativeLoss
 from draftworks.features.manifest import read_feature_set
+from draftworks.preflight.findings import Findings
+from draftworks.preflight.fp8_gate import Fp8GateClosed, check_fp8_gate, require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from spec_assets.fp8_verdict import Fp8GateClosed, require_passed_fp8_gate
+from spec_assets.inputs import list_trained_strategies
 
 TARGET = TargetSpec(
     name="t", model="m", dataset="d", capture=CaptureSpec(storage="fp8"), strategies={"eagle3": StrategyEntry()}
@@ -30,8 +32,8 @@ def with_loss(**changes: Any) -> Artifact:
 
 
 def require(gate: Artifact | None, target: TargetSpec = TARGET, strategy: str = "eagle3") -> None:
-    workspace: Any = SimpleNamespace(artifacts=SimpleNamespace(find=lambda asset, name: gate))
-    require_passed_fp8_gate(workspace, target, "w" * 16, [strategy])
+    artifacts: Any = SimpleNamespace(find=lambda asset, name: gate)
+    require_passed_fp8_gate(artifacts, target, "w" * 16, [strategy])
 
 
 def with_gates(**gates: Any) -> TargetSpec:
@@ -70,6 +72,30 @@ def test_anything_else_is_refused_with_the_reason(gate: Artifact | None, strateg
         require(gate, strategy=strategy)
 
 
+@pytest.mark.parametrize(("storage", "warnings"), [("fp8", 1), ("plain", 0)])
+def test_a_closed_gate_is_a_warning_of_check(tmp_path: Path, storage: Any, warnings: int):
+    findings = Findings()
+    target = TARGET.model_copy(update={"capture": CaptureSpec(storage=storage)})
+    check_fp8_gate(ArtifactStore(tmp_path), target, "w" * 16, findings)
+    assert findings.errors == []
+    assert len(findings.found) == warnings
+    assert all("draftworks run judge_fp8 --target t" in one.text for one in findings.found)
+
+
+@pytest.mark.parametrize(
+    ("selected", "trained"),
+    [
+        ({"target_model", "training_features"}, ["eagle3", "dflash"]),
+        ({"target_model", "dflash_draft"}, ["dflash"]),
+        ({"target_model", "fp8_gate", "training_features"}, []),
+        ({"target_model", "tokenized_train", "eagle3_report"}, []),
+    ],
+)
+def test_a_run_needs_the_gate_for_what_it_trains(selected: set[str], trained: list[str]):
+    entries = {"eagle3": StrategyEntry(), "dflash": StrategyEntry()}
+    assert list_trained_strategies(TARGET.model_copy(update={"strategies": entries}), selected) == trained
+
+
 @pytest.mark.slow
 def test_fp8_is_refused_until_the_gate_has_passed_and_then_trained_on(site) -> None:
     text = site.target_file.read_text()
@@ -78,7 +104,7 @@ def test_fp8_is_refused_until_the_gate_has_passed_and_then_trained_on(site) -> N
     refused = site.run("prepare")
     assert not refused.success
     (failure,) = [event for event in refused.all_events if event.is_step_failure]
-    assert failure.step_key == "training_features"
+    assert failure.step_key == "target_model"  # before any answer
     assert "draftworks run judge_fp8 --target small" in failure.step_failure_data.user_failure_data.description
 
     with dg.DagsterInstance.ephemeral() as instance:
