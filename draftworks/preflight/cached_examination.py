@@ -11,6 +11,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.plausible_values import check_values
+from draftworks.preflight.probe_reach import check_probe_reach
 from draftworks.storage.atomic import cache_json
 from draftworks.storage.identity import digest
 from draftworks.storage.installed import read_version
@@ -38,6 +39,7 @@ def examine_before_run(
         return known
     findings = Findings()
     check_values(target, findings)
+    check_probe_reach(target, files, findings)
     from draftworks.preflight.drafts import check_drafts  # imports torch, so only without a cached result
     from draftworks.preflight.sample import check_sample
 

@@ -15,11 +15,13 @@ from draftworks.errors import DraftworksError
 from draftworks.preflight.cached_examination import TARGET_CHECKS, examine_before_run
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.engines import check_quantizer
+from draftworks.preflight.feature_budget import check_feature_budget
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.fp8_gate import check_fp8_gate
 from draftworks.preflight.machine import check_machine
 from draftworks.preflight.placement import check_placement
 from draftworks.preflight.plausible_values import check_values
+from draftworks.preflight.probe_reach import check_probe_reach
 from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.artifacts import ArtifactStore
@@ -52,6 +54,7 @@ def examine_entry(name: str, registry: Registry, digests: FileDigests, var: Path
         else:
             findings.error(str(error))
     examine_target(target, files, registry, findings, digests, None if var is None else var / TARGET_CHECKS)
+    check_feature_budget(target, registry, findings)
     if files is not None:
         if var is not None:
             check_fp8_gate(ArtifactStore(var), target, files.digest, findings)
@@ -97,6 +100,7 @@ def examine_target(
     if files is not None and sound_entry:
         from draftworks.preflight.drafts import check_drafts
 
+        check_probe_reach(target, files, findings)
         check_drafts(target, files, findings)
     if files is not None and data is not None:
         from draftworks.preflight.sample import check_sample

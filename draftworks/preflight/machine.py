@@ -7,11 +7,13 @@ import tempfile
 from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
+from draftworks.errors import ConfigError
 from draftworks.preflight.devices import check_devices
 from draftworks.preflight.engines import check_custom_engine
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.object_storage import check_object_storage
 from draftworks.preflight.streams import check_stream, find_existing
+from draftworks.sglang.environment import find_installed_version, require_capturing
 from draftworks.targets.registry import Registry
 
 _MAX_RANKS_PER_PROCESSOR = 4
@@ -72,7 +74,7 @@ def _try_to_write(folder: Path) -> str | None:
 
 
 def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:
-    """Check only that SGLang's environment exists; the programs check its content themselves, which takes seconds."""
+    """Check that SGLang's environment exists and has SGLang, by its files: the programs start it, which takes seconds."""
     python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
     backend, serves = target.capture.backend, target.evaluation.serving.prompts > 0
     ours = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
@@ -82,3 +84,15 @@ def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) ->
             f"target {target.name}: {reason} needs SGLang, and {python} does not exist: make sglang-env, or name its "
             "environment in registry/deployment.yaml: sglang.python"
         )
+    elif ours or serves:
+        with findings.collect_errors():
+            _require_sglang(python, ours)
+
+
+def _require_sglang(python: Path, captures: bool) -> None:
+    """Raise ConfigError if the environment certainly has no SGLang, or one that cannot capture what it has to."""
+    version = find_installed_version(python)
+    if version == "":
+        raise ConfigError(f"{python}, named as sglang.python, has no SGLang: install it there (make sglang-env)")
+    if version and captures:
+        require_capturing(version, f"{python}, named as sglang.python,")

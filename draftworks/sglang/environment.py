@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -22,6 +23,8 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER
 They are hidden from SGLang, which would take them for its own.
 """
 _TIMEOUT_S = 60
+_HARMLESS = ("distutils-precedence.pth", "_virtualenv.pth", "a1_coverage.pth")
+"""Files of site-packages that add no folder to a Python's path."""
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,29 @@ def require_version(python: Path) -> str:
     version = result.stdout.strip()
     check_version(version, where)
     return version
+
+
+def find_installed_version(python: Path) -> str | None:
+    """Return the version of SGLang in the folders of a Python's virtual environment, without starting it.
+
+    Returns:
+        An empty text if there is no SGLang; None if that cannot be told so: the Python is in no virtual environment, or
+        its environment has other folders too.
+    """
+    prefix = python.parent.parent
+    folders = [each for each in prefix.glob("lib*/python3*/site-packages") if each.is_dir()]
+    try:
+        settings = (prefix / "pyvenv.cfg").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    alone = re.search(r"^include-system-site-packages\s*=\s*false\s*$", settings, re.IGNORECASE | re.MULTILINE)
+    more = [path for folder in folders for path in folder.glob("*.pth") if path.name not in _HARMLESS]
+    places = [*folders, Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+    found = [path for place in places for path in place.glob("sglang*") if path.suffix in (".dist-info", ".egg-info")]
+    named = [match[1] for path in found if (match := re.fullmatch(r"sglang-([^-]+)\.dist-info", path.name))]
+    if named:
+        return named[0]
+    return None if found or more or not alone or not folders else ""
 
 
 def check_version(version: str, where: str) -> None:
