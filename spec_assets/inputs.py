@@ -12,6 +12,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.preflight.cached_examination import examine_before_run
 from draftworks.preflight.compatibility import check_requirements
+from draftworks.preflight.decisions import check_decision
 from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.fp8_gate import require_passed_fp8_gate
@@ -144,6 +145,7 @@ def require_sound_target(
     check_quantizer(target, files, registry, places)
     entry = Findings()  # of the entry and what it names, whatever the machine
     check_placement(target, registry, entry)
+    check_decision(target, registry, entry)
     check_served_data(target, registry, entry)
     findings = (*entry.found, *examine_before_run(target, files, registry, data, workspace.target_checks))
     for one in (*places.found, *(each for each in findings if each.severity == "warning")):

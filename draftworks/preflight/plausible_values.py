@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from draftworks.config.mix import THINKING
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.preflight.findings import Findings
 
@@ -53,6 +54,7 @@ def check_values(target: TargetSpec, findings: Findings) -> None:
         for doubt in _find_unusual(training):
             findings.warning(f"{where}.{doubt.key}: found {doubt.value:g}; {doubt.usual}")
     _check_answers(target, findings)
+    _check_comparisons(target, findings)
 
 
 def _find_unusual(training: TrainingSpec) -> Iterator[UnusualValue]:
@@ -88,3 +90,28 @@ def _check_answers(target: TargetSpec, findings: Findings) -> None:
     hot = [temperature for temperature in target.evaluation.loop.temperatures if temperature > 5]
     if hot:
         findings.warning(f"{where}: evaluation.loop.temperatures: found {hot}; above 2 answers are mostly random")
+
+
+def _check_comparisons(target: TargetSpec, findings: Findings) -> None:
+    """Warn of comparisons, each a job of its own, that would end after they have answered and captured."""
+    where, gates = f"target {target.name}", target.gates
+    for name, entry in target.strategies.items():
+        batch = entry.training.global_batch_size
+        if target.capture.storage != "plain" and not gates.fp8_ungated and gates.fp8_samples < batch:
+            findings.warning(
+                f"{where}: gates.fp8_samples: found {gates.fp8_samples}, fewer than strategies.{name}.training."
+                f"global_batch_size {batch}: judge_fp8 could make no optimizer step. Raise it"
+            )
+    if not target.asks_both_ways or target.mix is None:
+        return
+    missing = [way for way, share in target.mix.shares[THINKING].items() if not share]
+    if missing:
+        findings.warning(
+            f"{where}: mix.shares: thinking: the share of {missing[0]} is 0: drafts are measured both ways and learn one, and "
+            "compare_thinking has nothing to compare. Give both a share, or set responses.thinking instead"
+        )
+    if target.comparison.tokens < target.max_length:
+        findings.warning(
+            f"{where}: comparison.tokens: found {target.comparison.tokens}, less than one sample may have (max_length "
+            f"{target.max_length}): compare_thinking may find none that fits. Raise it"
+        )

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from draftworks.config.registry_files import TargetSpec
 from draftworks.drafts import weight_files
 from draftworks.preflight import sample_rows
 from draftworks.preflight.examine import examine_entry
-from draftworks.preflight.findings import Finding
+from draftworks.preflight.findings import Finding, Findings
+from draftworks.preflight.plausible_values import check_values
 from draftworks.programs.cli import app
 from draftworks.storage.identity import FileDigests
 
@@ -78,6 +80,14 @@ WARNINGS = {
         {"max_length": 20, "responses": {"mode": "passthrough"}, "strategies": strategy("eagle3", ttt_length=2)},
         "max_length 20 cuts 27 of the 27 rows to train on",
     ),
+    "gate of fewer samples than a batch": (
+        {"capture": {"storage": "fp8"}, "gates": {"fp8_samples": 4}},
+        "gates.fp8_samples: found 4, fewer than strategies.eagle3.training.global_batch_size 8",
+    ),
+    "acting without a budget": (
+        {"service": {"least_prompts": 1}, "decision": {"act": "tune"}},
+        "decision.act is tune, and deployment.yaml has no budget",
+    ),
     "many ranks": ({"capture": {"device": "cpu", "processes": 5000}}, "processes: found 5000"),
     "key of a server": (
         {
@@ -96,6 +106,23 @@ def test_what_is_odd_is_a_warning_and_no_error(fleet, entry, message):
     found = fleet.check()
     assert found.errors == []
     assert any(message in warning for warning in found.warnings), found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shares": {"on": 1, "off": 0}}, "the share of off is 0"),
+        ({"tokens": 9}, "comparison.tokens: found 9"),
+        ({}, None),
+    ],
+)
+def test_a_comparison_of_thinking_that_has_nothing_to_compare_is_a_warning(options, message):
+    shares = options.get("shares", {"on": 0.5, "off": 0.5})
+    entry = {"mix": {"shares": {"thinking": shares}}, "comparison": {"tokens": options.get("tokens", 10**6)}}
+    findings = Findings()
+    check_values(TargetSpec.model_validate({"name": "t", "model": "m", "dataset": "d", **entry}), findings)
+    assert findings.errors == []
+    assert [message in one.text for one in findings.found] == ([] if message is None else [True])
 
 
 @pytest.mark.parametrize(

@@ -48,3 +48,14 @@ def test_an_unknown_kind_of_store_names_those_that_there_are(fleet):
     (error,) = check(fleet, {"store": {"kind": "s3"}})
     assert "streaming.store.kind: " in error
     assert "'shared_dir' or 'mooncake'" in error
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind"), [(8 * 2 * 4 * 128 * 2 - 1, "errors"), (8 * 10 * 4 * 128 * 2, "warnings"), (1 << 30, None)]
+)
+def test_bytes_below_a_global_batch_are_reported(fleet, limit: int, kind: str | None):
+    """A token has 3 taps and `last` of 128 values in bfloat16; a batch has 8 samples of more than 10 tokens."""
+    fleet.write(streaming={"watermark": {"samples": None, "bytes": limit}})
+    found = fleet.check()
+    told = {key for key in ("errors", "warnings") if any("watermark.bytes" in text for text in getattr(found, key))}
+    assert told == ({kind} if kind else set()), found
