@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -35,10 +36,28 @@ def check_machine(target: TargetSpec, registry: Registry, findings: Findings) ->
     check_custom_engine(target, registry, findings)
     _check_sglang(target, registry, findings)
     check_stream(target, registry, findings)
+    _check_control_address(target, findings)
     endpoint = target.responses.endpoint
     if endpoint is not None and endpoint.api_key_env is not None and endpoint.api_key_env not in os.environ:
         findings.warning(
             f"{where}: responses.endpoint.api_key_env: the environment has no {endpoint.api_key_env}: set it where runs start"
+        )
+
+
+def _check_control_address(target: TargetSpec, findings: Findings) -> None:
+    """Check that a stream's control server can listen where it is told to: beside the launcher, so on this machine."""
+    control = None if target.streaming is None else target.streaming.control
+    if control is None:
+        return
+    host = control.listen.rpartition(":")[0].strip("[]")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError as error:
+        findings.error(
+            f"target {target.name}: streaming.control.listen: expected an address of this machine, on which the launcher runs, "
+            f"found {control.listen}: {error}"
         )
 
 

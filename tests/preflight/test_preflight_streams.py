@@ -59,3 +59,13 @@ def test_bytes_below_a_global_batch_are_reported(fleet, limit: int, kind: str | 
     found = fleet.check()
     told = {key for key in ("errors", "warnings") if any("watermark.bytes" in text for text in getattr(found, key))}
     assert told == ({kind} if kind else set()), found
+
+
+@pytest.mark.parametrize(
+    ("listen", "there"),
+    [("127.0.0.1:0", True), ("0.0.0.0:7000", True), ("192.0.2.1:0", False)],
+)
+def test_an_address_that_this_machine_lacks_is_an_error(fleet, listen: str, there: bool):
+    told = [error for error in check(fleet, {"control": {"listen": listen}}) if "streaming.control.listen" in error]
+    assert len(told) == (not there)
+    assert all(f"on which the launcher runs, found {listen}" in error for error in told)
