@@ -68,17 +68,20 @@ def read_proposed_tokens(config: Mapping[str, Any], where: str) -> int:
 def build_vllm_commands(
     draft: CanonicalDraft, folder: str, method: str, tokens: int, parallel: bool = False
 ) -> dict[str, str]:
-    """Return vLLM's command lines: with the draft's folder alone, whose config.json names the target, and with both.
+    """Return vLLM's command lines: with target and draft, and, if the target is on the hub, with the draft's folder alone.
+
+    From 0.33 on vLLM refuses a folder whose config.json names a target by its path ("Speculators verifier must name a remote
+    model repository"); 0.32 takes it.
 
     Args:
-        parallel: whether the draft proposes its tokens in one pass, which is not part of vLLM's method. vLLM does not find
-            the method of such a draft by itself either: as a user of 0.28 reports, it takes it for a plain language model and
-            stops. So there is only the command with both.
+        parallel: whether the draft proposes its tokens in one pass, which is not part of vLLM's method. There is no command
+            with such a draft alone: as a user of 0.28 reports, that one takes it for a plain language model and stops.
     """
     config = {"model": folder, "method": method, "num_speculative_tokens": tokens}
     arguments = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
     with_target = {"vLLM, target first": f"vllm serve {locate_model(draft.target)} --speculative-config '{arguments}'"}
-    return with_target if parallel else {"vLLM": f"vllm serve {folder}", **with_target}
+    alone = {} if parallel or draft.target.revision is None else {"vLLM": f"vllm serve {folder}"}
+    return alone | with_target
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Counters of a vLLM server (V1 engine): /metrics, /version and /v1/models.
 
-Names are those of `vllm/v1/spec_decode/metrics.py` (vllm-project/vllm at ee4ceaae5 and 016a8587e, and the documentation of
-0.11.2). A counter `X` is exposed as `X_total`. vLLM does not say which draft it serves.
+Names are those of `vllm/v1/spec_decode/metrics.py` (vllm-project/vllm at ee4ceaae5 and 016a8587e, the documentation of
+0.11.2, and the wheels of 0.32.0 and 0.33.0). A counter `X` is exposed as `X_total`. vLLM does not say which draft it serves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from draftworks.production.scrape import (
     require_one_model,
 )
 
-DOCUMENTED = ("0.11",)
-"""Releases whose names were read. No vLLM was run."""
+DOCUMENTED = ("0.11", "0.32", "0.33")
+"""Releases whose names were read. Of 0.32 a server was run, and its own metrics had these counters; none was scraped."""
 PREFIX = "vllm:"
 COUNTERS = {
     PASSES: "vllm:spec_decode_num_drafts_total",
@@ -94,4 +94,4 @@ def _list_remarks(version: str | None) -> tuple[str, ...]:
     if version is not None and any(version.startswith(f"{known}.") for known in DOCUMENTED):
         return (said,)
     found = f"vLLM {version}" if version else "a vLLM that does not say its version"
-    return (said, f"{found}: the names of the counters are known of {', '.join(DOCUMENTED)} alone")
+    return (said, f"{found}: the names of the counters are known of {', '.join(DOCUMENTED)}; this one has the same")

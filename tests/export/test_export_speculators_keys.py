@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from export_toys import FORMATS, Toys
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
+from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
 from draftworks.export.speculators_keys import read_proposed_tokens
 
+READ_BY_VLLM = {"eagle3", "peagle", "dflash", "dflash2", "dspark"}
+"""`SUPPORTED_SPECULATORS_TYPES` of 0.32.0 and 0.33.0."""
 EAGLES = ["speculators_eagle3", "speculators_peagle"]
 
 
 @pytest.fixture
 def toys(tmp_path: Path) -> Toys:
     return Toys.make(tmp_path)
+
+
+def on_hub(toys: Toys) -> TargetFiles:
+    return toys.target.model_copy(update={"model": "acme/small", "revision": "0" * 40})
 
 
 def layers_of(toys: Toys, name: str, **options: Any) -> dict[str, Any]:
@@ -54,10 +63,48 @@ def test_the_command_says_how_the_draft_proposes(toys: Toys, name: str, said: di
     assert json.loads(words[words.index("--speculative-config") + 1]) == {"model": "DRAFT_FOLDER", **said}
 
 
+def list_commands(toys: Toys, name: str, target: TargetFiles) -> dict[str, str]:
+    draft = replace(toys.draft(FORMATS[name]), target=target)
+    return load_format(draft.record.strategy, name).build_serve_commands(draft, "DRAFT_FOLDER")
+
+
 def test_vllm_is_not_left_to_find_out_what_p_eagle_is(toys: Toys):
-    found = {name: export_draft(toys.draft(FORMATS[name]), name, toys.folder / name).commands for name in EAGLES}
+    found = {name: list_commands(toys, name, on_hub(toys)) for name in EAGLES}
     assert list(found["speculators_peagle"]) == ["vLLM, target first"]
     assert list(found["speculators_eagle3"]) == ["vLLM", "vLLM, target first"]
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_command_is_given_that_vllm_refuses(toys: Toys, name: str, local: bool):
+    """By what 0.33.0 does: a folder alone has to name a target on the hub, and a type that it has a reader for."""
+    target = toys.target if local else on_hub(toys)
+    commands = {server: command for server, command in list_commands(toys, name, target).items() if "vllm" in command}
+    for words in map(shlex.split, commands.values()):
+        assert words[:2] == ["vllm", "serve"]
+        assert words[2] == target.model or (words[2:] == ["DRAFT_FOLDER"] and not local)
+    kind = name.removeprefix("speculators_")
+    assert not commands or (kind != name and kind in READ_BY_VLLM)
+
+
+def test_a_target_in_a_folder_is_given_first(toys: Toys):
+    assert list(list_commands(toys, "speculators_dflash", toys.target)) == ["vLLM, target first"]
+    assert list(list_commands(toys, "speculators_dflash", on_hub(toys))) == ["vLLM", "vLLM, target first"]
+
+
+def test_the_readme_says_that_vllm_reads_xpress_in_another_form(toys: Toys):
+    result = export_draft(toys.draft("xpress"), "speculators_xpress", toys.folder / "out")
+    assert result.commands == {}
+    serving = (toys.folder / "out" / "README.md").read_text().partition("## Serving")[2]
+    assert "vllm serve" not in serving
+    assert "Not vLLM: 0.32 and 0.33 refuse" in serving
+
+
+@pytest.mark.parametrize("name", ["zlab_dflash2", "speculators_dflash2", "sglang_lilicorr"])
+def test_the_readme_says_how_many_tokens_vllm_is_to_be_asked_for(toys: Toys, name: str):
+    """Its convolutions take 1 + num_speculative_tokens as the block, which is 4 here."""
+    loaders = export_draft(toys.draft(FORMATS[name]), name, toys.folder / "out").loaders
+    assert "ask for 3" in loaders or "3 tokens" in loaders
 
 
 def test_no_command_of_sglang_is_given_for_p_eagle(toys: Toys):

@@ -79,6 +79,15 @@ def test_saved_scrapes_of_vllm_are_read(stack: ExitStack, tmp_path: Path):
     assert "runs without speculative decoding" in str(observe_once(site).problem)
 
 
+@pytest.mark.parametrize(
+    ("version", "known"), [("0.11.2", True), ("0.32.0", True), ("0.33.0", True), ("0.3.3", False), ("0.34.0", False)]
+)
+def test_only_a_vllm_whose_names_were_not_read_is_said(stack: ExitStack, tmp_path: Path, version: str, known: bool):
+    site, _ = start(stack, tmp_path, "vllm", {**vllm_pages(), "/version": {"version": version}})
+    said = any(f"vLLM {version}: the names of the counters" in each for each in observe_once(site).remarks)
+    assert said is not known
+
+
 def test_a_restart_is_known_by_the_process_even_if_no_counter_fell(stack: ExitStack, tmp_path: Path):
     site, served = start(stack, tmp_path, "sglang", sglang_pages(10, 10, 1, seed=1))
     observe_once(site)

@@ -295,7 +295,7 @@ class ZlabDFlash(DFlashFormat):
             return (
                 "SGLang whose DFlash reads `layer_types`: an older one would compute full attention without an error."
             )
-        return "SGLang with DFlash (`--speculative-algorithm DFLASH`), and z-lab's own code."
+        return "SGLang with DFlash (`--speculative-algorithm DFLASH`), z-lab's own code, and vLLM: 0.32.0 has loaded such a draft."
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return {

@@ -166,7 +166,7 @@ DFLASH = register_strategy(
         exports=(
             ExportSpec(
                 name="zlab_dflash",
-                description="z-lab's own code, and SGLang with DFlash.",
+                description="z-lab's own code, SGLang with DFlash, and vLLM.",
                 factory="draftworks.strategies.dflash.export:ZlabDFlash",
                 reader="draftworks.strategies.dflash.reader:read_zlab_dflash",
                 counting="layer_output",

@@ -68,6 +68,15 @@ def build_size_keys(draft: CanonicalDraft) -> dict[str, int]:
     return {size: getattr(draft.options, size) for size in SIZES}
 
 
+def describe_vllm_block(draft: CanonicalDraft) -> str:
+    """Return what one has to tell vLLM, by its sources: 0.32 and 0.33 take 1 + num_speculative_tokens as the block."""
+    tokens = draft.config["block_size"] - 1
+    return (
+        f"vLLM (read in its sources, not tried) takes 1 + num_speculative_tokens as the convolutions' block: ask for {tokens}, "
+        "on a GPU."
+    )
+
+
 def list_convolution_tensors(layers: int, hidden: int, taps: int, group: int) -> Shapes:
     """Return the exported names of the convolutions of all layers, with their shapes."""
     names: Shapes = {}
@@ -97,8 +106,8 @@ class ZlabDFlash2(DFlash2Parts, ZlabDFlash):
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         return (
-            f"{super().describe_loaders(draft)} It has to know DFlash 2, as 0.5.23 does. z-lab's own code, vLLM from #52816 and "
-            "SpecForge from #772 have the same class and keys."
+            "SGLang with DFlash 2 (`--speculative-algorithm DFLASH`), as 0.5.23; vLLM from 0.32 on; z-lab's own code; and SpecForge "
+            f"from #772. {describe_vllm_block(draft)}"
         )
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
@@ -123,7 +132,10 @@ class SpeculatorsDFlash2(DFlash2Parts, SpeculatorsDFlash):
     both_ways = True
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
-        return "speculators 0.9.0. No server yet: SGLang and vLLM look for the sizes in `dflash_config`, as zlab_dflash2 has them."
+        return (
+            "speculators 0.9.0, and vLLM from 0.32 on. Not SGLang 0.5.23, which looks for the sizes in `dflash_config`, as "
+            f"zlab_dflash2 has them. {describe_vllm_block(draft)}"
+        )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return {}

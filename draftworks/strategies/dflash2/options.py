@@ -110,7 +110,7 @@ DFLASH2 = register_strategy(
         exports=(
             ExportSpec(
                 name="zlab_dflash2",
-                description="z-lab's own code, and SGLang 0.5.23 with DFlash 2: z-lab's layout of DFlash with both additions.",
+                description="z-lab's own code, SGLang 0.5.23 and vLLM from 0.32 on: z-lab's layout of DFlash with both additions.",
                 factory="draftworks.strategies.dflash2.export:ZlabDFlash2",
                 reader="draftworks.strategies.dflash2.reader:read_zlab_dflash2",
                 counting="layer_output",
@@ -118,7 +118,7 @@ DFLASH2 = register_strategy(
             ),
             ExportSpec(
                 name="speculators_dflash2",
-                description="speculators 0.9.0; windows from the anchor only, and no server reads it yet.",
+                description="speculators 0.9.0 and vLLM from 0.32 on; windows from the anchor only.",
                 factory="draftworks.strategies.dflash2.export:SpeculatorsDFlash2",
                 reader="draftworks.strategies.dflash2.reader:read_speculators_dflash2",
                 counting="layers_passed",

@@ -135,8 +135,8 @@ class SpeculatorsDSpark(DSparkHeads, SpeculatorsDFlash):
         if not _is_computed_by_vllm(draft):
             return "speculators 0.9.0. Not vLLM, whose DSpark has the vanilla Markov head and no other."
         return (
-            "speculators 0.9.0, and vLLM with DSpark that reads `sample_from_anchor` (#48639; 0.26 ignored it and took "
-            "the first proposal from another place)."
+            "speculators 0.9.0, and vLLM with DSpark that reads `sample_from_anchor` (#48639), as 0.32 and 0.33 do on GPUs; 0.26 "
+            "ignored it and took the first proposal from another place."
         )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:

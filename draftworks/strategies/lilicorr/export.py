@@ -47,9 +47,11 @@ class SglangLiLiCorr(ZlabDFlash):
     strategy = "lilicorr"
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
+        tokens = draft.config["block_size"] - 1
         return (
             "SGLang 0.5.23 with DFlash (`--speculative-algorithm DFLASH`), which knows the reranker by `architectures`. It draws "
-            "proposals from the scores only where SGLANG_ENABLE_LILICORR_SAMPLING is set, else it takes the best."
+            "proposals from the scores only where SGLANG_ENABLE_LILICORR_SAMPLING is set, else it takes the best. vLLM 0.32 and 0.33 "
+            f"have a loader for this form, on GPUs (read in their sources, not tried): `method` is `dflash`, {tokens} tokens."
         )
 
     def derive_shape(self, draft: CanonicalDraft) -> DraftShape:

@@ -146,7 +146,7 @@ LILICORR = register_strategy(
         exports=(
             ExportSpec(
                 name="sglang_lilicorr",
-                description="SGLang 0.5.23 with DFlash: z-lab's layout with the reranker.",
+                description="SGLang 0.5.23 with DFlash, and vLLM from 0.32 on: z-lab's layout with the reranker.",
                 factory="draftworks.strategies.lilicorr.export:SglangLiLiCorr",
                 reader="draftworks.strategies.lilicorr.reader:read_sglang_lilicorr",
                 counting="layer_output",

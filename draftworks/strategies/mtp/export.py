@@ -20,7 +20,6 @@ from draftworks.export.layer_keys import build_dtype_keys, require
 from draftworks.export.names import PROVENANCE
 from draftworks.export.speculators_keys import (
     build_speculators_keys,
-    build_vllm_commands,
     is_speculators,
     locate_model,
     read_proposed_tokens,
@@ -102,10 +101,13 @@ class SpeculatorsMtp(MtpFormat):
     name = "speculators_mtp"
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
-        return "speculators 0.9.0; and vLLM, by that library's word."
+        return (
+            "speculators 0.9.0. Not vLLM: 0.32 and 0.33 refuse speculators' files of MTP, and serve MTP from the target's own "
+            "checkpoint."
+        )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return build_vllm_commands(draft, folder, "mtp", draft.config["options"]["num_steps"])
+        return {}
 
     def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
         steps = draft.config["options"]["num_steps"]

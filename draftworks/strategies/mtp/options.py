@@ -76,7 +76,7 @@ MTP = register_strategy(
             ),
             ExportSpec(
                 name="speculators_mtp",
-                description="speculators 0.9.0, which knows Qwen3-Next's and Qwen3.5's layers.",
+                description="speculators 0.9.0, which knows Qwen3-Next's and Qwen3.5's layers; vLLM refuses it.",
                 factory="draftworks.strategies.mtp.export:SpeculatorsMtp",
                 reader="draftworks.strategies.mtp.reader:read_speculators_mtp",
                 counting="layers_passed",

@@ -31,7 +31,8 @@ class SpeculatorsPEagle(SpeculatorsEagle):
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         return (
-            "speculators 0.9.0; and, by its sources alone, vLLM with parallel drafting of speculators' drafts (#41826, May 2026). "
+            "speculators 0.9.0; and, by its sources alone, vLLM with parallel drafting of speculators' drafts (#41826; 0.32 and 0.33 "
+            "have it). "
             "SGLang 0.5.23 has no P-EAGLE."
         )
 

@@ -134,7 +134,7 @@ PEAGLE = register_strategy(
         exports=(
             ExportSpec(
                 name="speculators_peagle",
-                description="speculators 0.9.0 and vLLM with its P-EAGLE (#41826, May 2026).",
+                description="speculators 0.9.0 and vLLM with P-EAGLE (#41826), as 0.32 and 0.33.",
                 factory="draftworks.strategies.peagle.export:SpeculatorsPEagle",
                 reader="draftworks.strategies.peagle.reader:read_speculators_peagle",
                 counting="layers_passed",

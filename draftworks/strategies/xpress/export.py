@@ -31,8 +31,8 @@ class SpeculatorsXPress(SpeculatorsDFlash):
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         return (
-            "speculators 0.9.0. vLLM's pull request #54448, not merged, reads the refiner under other names "
-            "(`xpress_head.`, and `xpress_num_passes` for `num_jacobi_passes`)."
+            "speculators 0.9.0. Not vLLM: 0.32 and 0.33 refuse speculators' files of XPress. 0.33 has XPress in a form of its own "
+            "(architecture `Qwen3XPressModel`, the refiner under `xpress_head.`), which is not written here."
         )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:

@@ -66,7 +66,7 @@ XPRESS = register_strategy(
         exports=(
             ExportSpec(
                 name="speculators_xpress",
-                description="speculators 0.9.0; windows from the anchor only.",
+                description="speculators 0.9.0, and no server: vLLM 0.33 reads another form; windows from the anchor only.",
                 factory="draftworks.strategies.xpress.export:SpeculatorsXPress",
                 reader="draftworks.strategies.xpress.reader:read_speculators_xpress",
                 counting="layers_passed",
