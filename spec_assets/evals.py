@@ -18,7 +18,7 @@ from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, of_eval_set
 from draftworks.storage.atomic import publish_json, remove
-from draftworks.storage.data_records import EvalFeaturesIdentity
+from draftworks.storage.data_records import AnswersIdentity, EvalFeaturesIdentity
 from draftworks.storage.identity import digest
 from draftworks.storage.records import EvalData
 from draftworks.targets.training_data import identify_eval_set
@@ -274,6 +274,16 @@ def locate_feature_set(workspace: Workspace, target: str, name: str) -> FeatureS
     responses = workspace.artifacts.load_current(of_eval_set(name).responses, target)
     features = require_features(workspace, of_eval_set(name).features, target)
     return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_locate_entry(workspace, features))
+
+
+def are_greedy_answers(workspace: Workspace, target: str, name: str, files: TargetFiles) -> bool:
+    """Whether the answers of an eval set are greedy ones of the target's weights, from its own engine.
+
+    Raises:
+        StoreError: not materialized yet.
+    """
+    found = AnswersIdentity.of(workspace.artifacts.load_current(of_eval_set(name).responses, target))
+    return found.is_greedy_of(files.digest)
 
 
 def read_eval_data(workspace: Workspace, target: str, name: str, streams: Iterable[str]) -> EvalData:

@@ -37,7 +37,7 @@ from spec_assets.common import (
     require_publishable,
     require_target,
 )
-from spec_assets.evals import locate_feature_set, read_eval_data
+from spec_assets.evals import are_greedy_answers, locate_feature_set, read_eval_data
 from spec_assets.metadata import embed_picture, select_acceptance
 
 GROUP = "reports"
@@ -152,6 +152,7 @@ class ReportSubject:
             train_tokens=self.train_tokens.path,
             heldout=locate_feature_set(workspace, self.target.name, name),
             eval_set=name,
+            greedy_answers=are_greedy_answers(workspace, self.target.name, name, files),
             store=workspace.locate_feature_store(files),
             vocab_mapping=self.draft.path / VOCAB_FILE if self.strategy.uses_vocab_mapping else None,
             evaluation=self.target.evaluation,

@@ -318,6 +318,9 @@ class EvaluateRun(TargetRun):
         description="Folder of rung 4's measurements, shared by all drafts and targets; None measures every time.",
     )
     eval_set: str = "heldout"
+    greedy_answers: bool | None = Field(
+        default=None, description="Whether this target wrote the eval set's answers, greedily; None: not known."
+    )
     max_new_tokens: int = Field(default=512, gt=0, description="Token limit of the eval set's answers.")
     max_length: int | None = Field(
         default=None, gt=2, description="Token limit of its samples, prompt included; None = no limit."

@@ -13,6 +13,7 @@ from draftworks.distributed.collectives import get_world_size, max_over_ranks, s
 from draftworks.drafts.layers import argmax_of_head
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.errors import DataError
+from draftworks.evaluation.labels import NEAR_TIE, LabelCounts
 from draftworks.evaluation.result import EvalResult, MetricAccumulator, agree_on_layout
 from draftworks.features.contracts import TrainBatch
 
@@ -99,18 +100,31 @@ def collate_labels(samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence
     return TrainBatch(tensors, tuple(sample_ids), sum(len(sample["input_ids"]) for sample in samples))
 
 
-def measure_label_agreement(batches: Iterable[TrainBatch], head: Tensor, device: torch.device) -> float:
-    """Return the share of answer tokens that are the target's argmax at their position. A collective.
+def count_labels(batches: Iterable[TrainBatch], head: Tensor, device: torch.device) -> LabelCounts:
+    """Count the answer tokens that are not the target's argmax at their position, and those that nearly are. A collective.
 
-    Rungs 2 and 3 equal greedy serving only if it is 1, because they assume that answers are the target's greedy ones.
+    Rungs 2 and 3 equal greedy serving only if all are, because they assume that answers are the target's greedy ones.
 
     Args:
         batches: from `collate_labels`.
         head: (V, H), the target's head, on `device`.
     """
-    counts = torch.zeros(2, dtype=torch.float64)
+    counts = torch.zeros(3, dtype=torch.float64)
     for batch in batches:
-        greedy = argmax_of_head(head, batch["last"].to(device)).cpu()  # (N,)
-        counts += torch.tensor([(greedy == batch["labels"]).sum(), len(greedy)], dtype=torch.float64)
-    agreed, total = sum_over_ranks(counts).tolist()
-    return agreed / total if total else 0.0
+        last, labels = batch["last"].to(device), batch["labels"].to(device)
+        greedy = argmax_of_head(head, last)  # (N,)
+        differ = greedy != labels
+        near = _count_near_ties(head, last[differ], greedy[differ], labels[differ])
+        counts += torch.tensor([len(labels), int(differ.sum()), near], dtype=torch.float64)
+    return LabelCounts(*(int(count) for count in sum_over_ranks(counts).tolist()))
+
+
+def _count_near_ties(head: Tensor, last: Tensor, greedy: Tensor, labels: Tensor) -> int:
+    """Return at how many positions the label's logit is as near to the best one as `NEAR_TIE` says.
+
+    Args:
+        last: (N, H); greedy, labels: (N,) ids.
+    """
+    states = last.float()
+    best, label = ((states * head[ids].float()).sum(-1) for ids in (greedy, labels))
+    return int((best - label <= NEAR_TIE * torch.maximum(best.abs(), label.abs())).sum())

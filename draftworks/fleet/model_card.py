@@ -16,6 +16,7 @@ import yaml
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
+from draftworks.evaluation.labels import Exactness
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
@@ -182,9 +183,15 @@ def _limits(subject: CardSubject) -> str:
         limits.append(
             f"Proposes {vocabulary:,} of the target's {subject.target.vocab_size:,} tokens, the others never."
         )
-    if any(report.label_agreement is None or report.label_agreement < 1 for report in subject.reports):
+    found = {report.exactness for report in subject.reports}
+    if found - {Exactness.EXACT, Exactness.ROUNDING}:
         limits.append(
             "Rungs 2 and 3 are exact only if all answer tokens are the target's argmax, which is not so, or not known, here."
+        )
+    elif Exactness.ROUNDING in found:
+        limits.append(
+            "Rungs 2 and 3 are exact but for rounding: the target wrote the answers, greedily, and near ties may be decided "
+            "either way."
         )
     if any(score.rung == 4 for report in subject.reports for score in report.scores):
         limits.append("Speed-ups are of one prompt at a time on the machine that measured, not of a server under load.")

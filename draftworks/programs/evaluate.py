@@ -21,7 +21,8 @@ from draftworks.distributed.process_group import open_process_group
 from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy, StepContext
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
-from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, measure_label_agreement
+from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, count_labels
+from draftworks.evaluation.labels import LabelCounts
 from draftworks.evaluation.ladder.differences import AnswerTrace
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.positions import join_samples
@@ -67,7 +68,8 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         drafts = {"trained": measurements.measure_every_rung("trained", config.weights_digest), "untrained": untrained}
         if isinstance(draft.strategy, ChainStrategy):
             drafts["bigram"] = DraftMeasurement(measurements.measure_accuracy("bigram", measurements.build_bigram()))
-        agreement = measurements.measure_label_agreement()
+        labels = measurements.count_labels()
+    agreement = None if labels is None else labels.agreement
     provenance = {
         "target_digest": run.target.digest,
         "trained_for_target_digest": config.target_digest,
@@ -83,6 +85,8 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         drafts=drafts,
         draft_tokens=measurements.draft_tokens,
         label_agreement=agreement,
+        labels=labels,
+        greedy_answers=run.greedy_answers,
         columns=columns,
         absent_columns=absent,
         asked=list_asked_samples(samples.tokens),
@@ -185,8 +189,8 @@ class _EvaluationRun:
         table = BigramTable.count(TokenizedSet.open(self.run.train_tokens), self.draft.parts.vocab_size)
         return BigramDraft(table, self._head, self.strategy.chain_label_mask)
 
-    def measure_label_agreement(self) -> float | None:
-        """Measure the label agreement from `last`; None if `last` was not captured.
+    def count_labels(self) -> LabelCounts | None:
+        """Count the labels that are the target's argmax, from `last`; None if `last` was not captured.
 
         `last` is captured for every sample, also for strategies that do not read it.
         """
@@ -201,7 +205,7 @@ class _EvaluationRun:
             rank=self.ctx.rank,
             world=self.ctx.world_size,
         )
-        return measure_label_agreement(answers, self._head, self.device)
+        return count_labels(answers, self._head, self.device)
 
     @property
     def _head(self) -> Tensor:

@@ -86,6 +86,12 @@ class AnswersIdentity(DataIdentity):
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_json().items() if name != "args" or value}
 
+    def is_greedy_of(self, target_digest: str) -> bool:
+        """Return whether the target of these weights wrote the answers by its own engine, each token its likeliest."""
+        responses = self.responses or {}
+        own = responses.get("mode") == "regenerate" and "endpoint" not in responses and self.target == target_digest
+        return own and not responses.get("temperature") and responses.get("repetition_penalty", 1.0) == 1.0
+
 
 @dataclass(frozen=True)
 class FeaturesIdentity(DataIdentity):

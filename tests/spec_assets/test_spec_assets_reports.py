@@ -7,6 +7,8 @@ import shutil
 import dagster as dg
 
 from draftworks.config.strategies import resolve_strategy
+from draftworks.evaluation.labels import Exactness
+from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.storage.artifacts import Artifact, BuildResult
 from resources.workspace import Workspace
 from spec_assets.reports import ReportSubject
@@ -40,6 +42,15 @@ def test_equal_weights_with_other_options_are_measured_again(finished, tmp_path)
     identity = ReportSubject.of(workspace, strategy, target).to_identity(workspace).to_json()
     assert identity["draft"] == report.identity["draft"]
     assert {name for name, value in identity.items() if value != report.identity[name]} == {"draft_identity"}
+
+
+def test_a_report_knows_that_the_target_wrote_the_answers(finished):
+    workspace = Workspace(registry_root=str(finished.site.registry))
+    report = ReportSummary.load(workspace.artifacts.load_current("eagle3_report", "small").path / "heldout")
+    assert report.greedy_answers is True
+    assert report.labels is not None
+    assert report.labels.agreement == report.label_agreement
+    assert report.exactness in (Exactness.EXACT, Exactness.ROUNDING)
 
 
 def republish(workspace: Workspace, draft: Artifact, **changes) -> None:

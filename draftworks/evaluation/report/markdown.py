@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from draftworks.evaluation.labels import NEAR_TIE, Exactness, LabelCounts
 from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import sum_histograms
@@ -148,16 +149,43 @@ def _render_eval_data(report: Report) -> str:
 
 def _render_exactness(report: Report) -> str:
     """Return whether rungs 2 and 3 equal what serving would accept."""
-    share = report.label_agreement
+    share, exactness = report.label_agreement, report.exactness
     if not any(found.rung in (2, 3) for found in report.findings):
         return ""
     if share is None:
         return "Rungs 2 and 3 are exact only if every answer token is the target's own argmax: not checked here."
-    if share >= 1:
+    if exactness is Exactness.EXACT:
         return "Rungs 2 and 3 are exact: every answer token is the target's own argmax."
+    if exactness is Exactness.ROUNDING:
+        return _render_rounding(share, report.labels)
+    warning = f"> **Warning: rungs 2 and 3 are not exact here.** Of the answer tokens {_format_share(share)} are the target's own argmax"
+    if exactness is Exactness.UNEXPLAINED:
+        return (
+            f"{warning}, although the target wrote them, greedily. {_describe_differing(report.labels)} That is more than "
+            "rounding explains: does the engine compute otherwise where it answers than where its features are captured?"
+        )
+    return f"{warning}, and all have to be: regenerate the answers greedily with this target."
+
+
+def _render_rounding(share: float, labels: LabelCounts | None) -> str:
+    """Return the note for greedy answers of the target whose near ties were decided otherwise when they were captured."""
+    most = (
+        "" if labels is None else f" Each is decided in one pass, so at most {labels.differing:,} passes are concerned."
+    )
     return (
-        f"> **Warning: rungs 2 and 3 are not exact here.** Of the answer tokens {_format_share(share)} are the target's "
-        "own argmax, and all have to be: regenerate the answers greedily with this target."
+        f"Rungs 2 and 3 are exact but for rounding: the target wrote the answers, greedily, and {_format_share(share)} of their "
+        f"tokens are its argmax in the captured features too. {_describe_differing(labels)} Features, or activations, of two "
+        f"bytes decide near ties either way.{most}"
+    )
+
+
+def _describe_differing(labels: LabelCounts | None) -> str:
+    """Return how many tokens differ, and how many of them are near ties."""
+    if labels is None:
+        return ""
+    return (
+        f"Of {labels.tokens:,} tokens {labels.differing:,} differ, {labels.near_ties:,} of them by a gap between the two logits "
+        f"of at most 1/{round(1 / NEAR_TIE)}, which is two steps of bfloat16."
     )
 
 

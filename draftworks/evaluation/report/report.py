@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from draftworks.errors import ConfigError
+from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import ratio
 from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling
@@ -27,6 +28,7 @@ from draftworks.evaluation.report.summary import (
     REPORT,
     SCHEMA_VERSION,
     TRAINED,
+    read_label_fields,
     read_report,
     report_file_errors,
     require_prompts_file,
@@ -49,6 +51,8 @@ class Report:
         draft_tokens: tokens proposed per pass on rungs 2 to 4.
         label_agreement: share of answer tokens that are the target's argmax; None if it is not known. Rungs 2 and 3 are
             exact only if it is 1.
+        labels: the counts of that share; None in reports from before they were kept.
+        greedy_answers: whether the target wrote the answers, greedily; None if it is not known.
         columns: columns of the samples (task, length, …), indexed by sample id; the walk is sliced by each of them.
         absent_columns: columns that were to be sliced by, and that no sample of this eval set has.
         asked: by sample id, for eval data that was asked with thinking on and off; empty for other data.
@@ -62,6 +66,8 @@ class Report:
     drafts: Mapping[str, DraftMeasurement]
     draft_tokens: int
     label_agreement: float | None = None
+    labels: LabelCounts | None = None
+    greedy_answers: bool | None = None
     columns: pd.DataFrame | None = field(default=None, compare=False)
     absent_columns: tuple[str, ...] = ()
     asked: Mapping[str, AskedSample] = field(default_factory=dict, compare=False)
@@ -78,6 +84,10 @@ class Report:
     @property
     def title(self) -> str:
         return f"{self.strategy} draft of {self.target}, {self.eval_set}"
+
+    @property
+    def exactness(self) -> Exactness:
+        return judge_exactness(self.label_agreement, self.labels, self.greedy_answers)
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
@@ -118,6 +128,8 @@ class Report:
             "eval_set": self.eval_set,
             "draft_tokens": self.draft_tokens,
             "label_agreement": self.label_agreement,
+            **({} if self.labels is None else {"labels": self.labels.to_json()}),
+            **({} if self.greedy_answers is None else {"greedy_answers": self.greedy_answers}),
             "resampling": asdict(self.resampling),
             "drafts": {name: self._draft_json(name, measured) for name, measured in self.drafts.items()},
             "comparisons": [comparison.to_json() for comparison in self.comparisons],
@@ -152,6 +164,7 @@ class Report:
                 drafts={name: _measurement(name, draft, prompts) for name, draft in values["drafts"].items()},
                 draft_tokens=values["draft_tokens"],
                 label_agreement=values["label_agreement"],
+                **read_label_fields(values),
                 absent_columns=tuple(values.get("absent_columns", ())),
                 resampling=Resampling(**values["resampling"]),
                 provenance=values["provenance"],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import DataError, DraftworksError, StoreError
+from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
 from draftworks.storage.manifest import FileManifest
 from draftworks.storage.regular_files import read_json
 
@@ -34,6 +35,15 @@ def read_report(folder: Path) -> dict[str, Any]:
     if version != SCHEMA_VERSION:
         raise StoreError(f"{path}: expected schema {SCHEMA_VERSION}, found {version}. {EVALUATE_AGAIN}")
     return values
+
+
+def read_label_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields `labels` and `greedy_answers` from the contents of report.json, which may have neither."""
+    counts = values.get("labels")
+    return {
+        "labels": None if counts is None else LabelCounts.from_json(counts),
+        "greedy_answers": values.get("greedy_answers"),
+    }
 
 
 def require_prompts_file(folder: Path) -> Path:
@@ -117,6 +127,8 @@ class ReportSummary:
         draft_tokens: tokens proposed per pass on rungs 2 to 4.
         label_agreement: share of answer tokens that are the target's argmax; None if it is not known.
         scores: every draft on every rung.
+        labels: the counts of that share; None in reports from before they were kept.
+        greedy_answers: whether the target wrote the answers, greedily; None if it is not known.
     """
 
     target: str
@@ -128,6 +140,8 @@ class ReportSummary:
     label_agreement: float | None
     scores: tuple[RungScore, ...]
     provenance: Mapping[str, Any]
+    labels: LabelCounts | None = None
+    greedy_answers: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.select_scores(TRAINED, 1):
@@ -158,7 +172,12 @@ class ReportSummary:
                     for entry in draft["rungs"]
                 ),
                 provenance=values["provenance"],
+                **read_label_fields(values),
             )
+
+    @property
+    def exactness(self) -> Exactness:
+        return judge_exactness(self.label_agreement, self.labels, self.greedy_answers)
 
     @property
     def simulated_acc_len(self) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftworks.drafts.sampling import Verdict, verify
 from draftworks.drafts.strategy import Proposal
-from draftworks.evaluation.evaluator import collate_labels, measure_label_agreement
+from draftworks.evaluation.evaluator import collate_labels, count_labels
 from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, speculate
 from draftworks.evaluation.ladder.loop import DecodingLoop
 from draftworks.evaluation.ladder.prompts import Prompt
@@ -179,6 +179,6 @@ def test_measured_loops_equal_the_walks_over_answers_cut_to_the_same_length(ladd
 def test_greedy_answers_agree_with_the_targets_argmax_and_others_do_not(ladder: Ladder):
     samples, head = [sample.tensors() for sample in ladder.samples], ladder.model.get_output_embeddings().weight
     names = [sample.name for sample in ladder.samples]
-    assert measure_label_agreement([collate_labels(samples, names)], head, torch.device("cpu")) == 1.0
+    assert count_labels([collate_labels(samples, names)], head, torch.device("cpu")).agreement == 1.0
     others = [{**sample, "input_ids": sample["input_ids"].roll(1)} for sample in samples]
-    assert measure_label_agreement([collate_labels(others, names)], head, torch.device("cpu")) < 0.5
+    assert count_labels([collate_labels(others, names)], head, torch.device("cpu")).agreement < 0.5

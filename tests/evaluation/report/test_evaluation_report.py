@@ -12,6 +12,7 @@ import pytest
 from report_toys import full_report, prompts, rungs_0_and_1
 
 from draftworks.errors import ConfigError, StoreError
+from draftworks.evaluation.labels import LabelCounts
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.statistics import paired_difference, summarize_acceptance
 from draftworks.evaluation.report.findings import get_metric_name
@@ -54,7 +55,12 @@ def saved(saved_once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved_once, tmp_path / "saved")
 
 
-@pytest.mark.parametrize("report", [full_report(), rungs_0_and_1()], ids=["all rungs", "rungs 0 and 1"])
+ROUNDED = replace(full_report(), label_agreement=0.5, labels=LabelCounts(4, 2, 2), greedy_answers=True)
+
+
+@pytest.mark.parametrize(
+    "report", [full_report(), rungs_0_and_1(), ROUNDED], ids=["all rungs", "rungs 0 and 1", "rounded"]
+)
 def test_report_round_trip(report: Report, tmp_path: Path) -> None:
     save_report(report, tmp_path)
     assert Report.load(tmp_path) == report

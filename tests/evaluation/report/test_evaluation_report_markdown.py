@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from report_toys import full_report, prompts, rungs_0_and_1
 
+from draftworks.evaluation.labels import LabelCounts
 from draftworks.evaluation.report.markdown import render_report
 from draftworks.evaluation.report.report import Report
 
@@ -127,6 +128,34 @@ def test_says_whether_rungs_2_and_3_are_exact(share: float | None, words: str) -
     text = render_report(replace(full_report(), label_agreement=share))
     assert words in text
     assert (WARNING in text) == (share is not None and share < 1)
+
+
+def test_greedy_answers_of_the_target_get_no_advice_to_make_them_again() -> None:
+    counts = LabelCounts(tokens=42_800, differing=81, near_ties=79)
+    text = render_report(replace(full_report(), label_agreement=counts.agreement, labels=counts, greedy_answers=True))
+    assert WARNING not in text
+    assert "regenerate" not in text
+    assert "exact but for rounding: the target wrote the answers, greedily, and 99.81% of their tokens" in text
+    assert "Of 42,800 tokens 81 differ, 79 of them by a gap between the two logits of at most 1/64" in text
+    assert "at most 81 passes are concerned" in text
+
+
+@pytest.mark.parametrize("greedy", [False, None])
+def test_answers_of_the_data_are_to_be_made_again(greedy: bool | None) -> None:
+    counts = LabelCounts(tokens=1000, differing=2, near_ties=2)
+    text = render_report(replace(full_report(), label_agreement=0.998, labels=counts, greedy_answers=greedy))
+    assert WARNING in text
+    assert "regenerate the answers greedily with this target" in text
+
+
+def test_more_than_rounding_explains_is_a_warning_without_that_advice() -> None:
+    counts = LabelCounts(tokens=1000, differing=300, near_ties=20)
+    text = render_report(replace(full_report(), label_agreement=0.7, labels=counts, greedy_answers=True))
+    assert (
+        f"{WARNING}.** Of the answer tokens 70.00% are the target's own argmax, although the target wrote them" in text
+    )
+    assert "more than rounding explains" in text
+    assert "regenerate" not in text
 
 
 def test_draft_that_is_worse_than_another_is_shown_to_be() -> None:

@@ -12,6 +12,7 @@ import pytest
 from report_toys import full_report, prompts, rungs_0_and_1
 
 from draftworks.errors import StoreError
+from draftworks.evaluation.labels import Exactness, LabelCounts
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import REPORT, ReportSummary, RungScore
@@ -36,6 +37,16 @@ def test_summary_is_read_from_report_json_alone(tmp_path: Path) -> None:
     assert (found.created, found.weights_digest) == (report.created, "4567")
     assert (found.draft_tokens, found.label_agreement, found.provenance) == (3, 1.0, report.provenance)
     assert found.simulated_acc_len == pytest.approx(1.2)
+
+
+def test_who_wrote_the_answers_is_read_where_it_is_written(tmp_path: Path) -> None:
+    """Reports of before have neither the counts nor whose answers they are."""
+    before = summary_of(full_report(), tmp_path)
+    assert (before.labels, before.greedy_answers, before.exactness) == (None, None, Exactness.EXACT)
+    assert not {"labels", "greedy_answers"} & set(full_report().to_json())
+    counts = LabelCounts(tokens=1000, differing=2, near_ties=1)
+    now = summary_of(replace(full_report(), label_agreement=0.998, labels=counts, greedy_answers=True), tmp_path)
+    assert (now.labels, now.greedy_answers, now.exactness) == (counts, True, Exactness.ROUNDING)
 
 
 def test_score_has_interval_counts_and_speed_up(tmp_path: Path) -> None:
