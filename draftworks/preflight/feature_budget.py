@@ -20,6 +20,8 @@ from draftworks.targets.registry import Registry
 
 def check_feature_budget(target: TargetSpec, registry: Registry, findings: Findings) -> None:
     """Warn where a set of features is likely to need more than the budget, or all of them more than the disk has."""
+    if not target.strategies:
+        return  # no draft, no features
     try:
         steps = make_plan(PlanSubject.of(target.name, registry)).ways[choose_way(target)].steps
     except (DraftworksError, OSError):

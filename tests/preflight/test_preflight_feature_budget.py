@@ -19,7 +19,7 @@ def test_more_than_the_budget_is_told_for_each_set(fleet):
     assert all("the budget is 1e-06 GB" in text for text in told)
 
 
-@pytest.mark.parametrize("entry", [{}, {"capture": {"budget_gb": 1e-6}, "streaming": {}}])
+@pytest.mark.parametrize("entry", [{}, {"strategies": {}}, {"capture": {"budget_gb": 1e-6}, "streaming": {}}])
 def test_what_fits_or_is_not_stored_is_not_told(fleet, entry):
     assert not [text for text in budget_warnings(fleet, **entry) if "training_features" in text]
 
