@@ -17,12 +17,14 @@ from draftworks.errors import DraftworksError
 from draftworks.evaluation.reported_metrics import make_example_metrics
 from draftworks.preflight.draft_exports import BuiltDraft, check_exports
 from draftworks.preflight.findings import Findings
+from draftworks.targets.weights import silence_transformers
 from draftworks.training.best import BestRule
 
 BUILT_IN = "draftworks."
 """What the factories of the package's own strategies begin with."""
 
 
+@silence_transformers()  # of each rope of each config it would say which keys it does not know
 def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> None:
     """Build each strategy's draft on device meta, and check its exports' configs and its number of draft tokens."""
     try:

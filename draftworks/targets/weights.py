@@ -130,7 +130,7 @@ def _check(target: TargetFiles, backend: str) -> WeightsCheck:
             f"names and shapes of the weights were not checked: {config}; all files are complete",
         )
     plain = strip_quantization(headers.tensors, getattr(config, "quantization_config", None))
-    with _silence_transformers():
+    with silence_transformers():
         model = _build_empty_model(target, config)
         found = _compare(model, plain.tensors, plain.unshaped)
     if found:
@@ -342,7 +342,7 @@ def _read_verdict(verdict: Path | None) -> WeightsCheck | None:
 
 
 @contextmanager
-def _silence_transformers():
+def silence_transformers():
     """Turn off transformers' progress bars and log; this module's own error reports the same problems once."""
     from transformers.utils import logging as transformers_logging
 
