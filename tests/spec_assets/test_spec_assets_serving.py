@@ -91,11 +91,11 @@ def test_a_live_server_is_asked_what_the_walk_predicted(finished, tmp_path):
     assert {each for each in results if each.is_dir() and not each.name.startswith(".")} == {report.path}
 
 
-def test_a_format_that_was_not_exported_for_the_server_is_refused(finished, tmp_path):
+def test_a_format_that_is_not_exported_for_the_server_is_refused_first(finished, tmp_path):
     site = finished.site.copy(tmp_path)
     ask_for(site, prompts=1, more=", format: speculators_eagle3")
     result = site.run("serve")
-    failure = result.failure_data_for_node("eagle3_serving").user_failure_data.description
+    failure = result.failure_data_for_node("target_model").user_failure_data.description
     assert "evaluation.serving.format: expected one of sglang_eagle3" in failure
     assert "found speculators_eagle3" in failure
 
