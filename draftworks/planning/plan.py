@@ -108,6 +108,13 @@ class Plan:
         return Money(prices.currency, plan.gpu_hours * prices.gpu_hour, plan.nbytes * (prices.storage_gb_month / GB))
 
 
+def estimate_new_bytes(subject: PlanSubject) -> dict[str, Estimate]:
+    """Return the bytes of each set of features that a run of the entry would store, by its asset. Raises as `make_plan`."""
+    trainings = {name: entry.training for name, entry in subject.target.strategies.items()}
+    way = choose_way(subject.target)
+    return StepPlanner(subject, count_amounts(subject), way, tuple(trainings), trainings).estimate_new_bytes()
+
+
 def make_plan(
     subject: PlanSubject,
     strategies: Sequence[str] = (),

@@ -136,6 +136,20 @@ class StepPlanner:
         for number, strategy in enumerate(self.strategies):
             yield from self._plan_draft(strategy, leads=number == 0)
 
+    def estimate_new_bytes(self) -> dict[str, Estimate]:
+        """Return the bytes of each set of features that is not stored yet, by its asset; no step's time is estimated."""
+        subject, plain = self.subject, self.subject.target.capture.as_plain()
+        per_token = count_token_bytes(subject, plain)
+        found = {
+            of_eval_set(name).features: self.amounts[name].tokens * per_token
+            for name in subject.eval_sets
+            if find_eval_features(subject, name, self.amounts[name].found) is None
+        }
+        if self.way != "streamed" and self._features.exact is None:
+            share = divide(self._features.count_samples(self._train.samples.value), self._train.samples.value)
+            found[TRAINING_FEATURES] = self._count_stored_bytes() * (1.0 - min(share, 1.0))
+        return found
+
     def count_peak_bytes(self, steps: tuple[PlannedStep, ...]) -> Estimate:
         """Return the bytes of features that are stored at most: all of them, or what a stream holds."""
         total = sum((each.nbytes for each in steps), NOTHING)

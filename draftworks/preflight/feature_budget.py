@@ -11,7 +11,7 @@ from pathlib import Path
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import DraftworksError
 from draftworks.planning.estimates import NOTHING, Estimate
-from draftworks.planning.plan import GB, choose_way, make_plan
+from draftworks.planning.plan import GB, estimate_new_bytes
 from draftworks.planning.subject import PlanSubject
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.streams import find_existing
@@ -23,20 +23,20 @@ def check_feature_budget(target: TargetSpec, registry: Registry, findings: Findi
     if not target.strategies:
         return  # no draft, no features
     try:
-        steps = make_plan(PlanSubject.of(target.name, registry)).ways[choose_way(target)].steps
+        found = estimate_new_bytes(PlanSubject.of(target.name, registry))
     except (DraftworksError, OSError):
         return  # what a plan cannot be made of is said by other checks
     where = f"target {target.name}: capture.budget_gb"
     budget = target.capture.budget_gb
-    for step in steps:
-        needed = step.new_bytes * (1 / GB)
+    for asset, nbytes in found.items():
+        needed = nbytes * (1 / GB)
         if needed.value > budget:
             findings.warning(
-                f"{where}: {step.asset} will take about {_format(needed)}, and the budget is {budget:g} GB: a capture that would "
+                f"{where}: {asset} will take about {_format(needed)}, and the budget is {budget:g} GB: a capture that would "
                 "store more is refused. Raise it, or use fewer samples (data.max_conversations), shorter ones (max_length) or "
                 "fewer taps"
             )
-    _check_disk(target, registry, sum((step.new_bytes for step in steps), NOTHING), findings)
+    _check_disk(target, registry, sum(found.values(), NOTHING), findings)
 
 
 def _check_disk(target: TargetSpec, registry: Registry, needed: Estimate, findings: Findings) -> None:
