@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 
 from draftworks.config.responses import ResponseSpec
 from draftworks.errors import ConfigError
@@ -251,6 +250,6 @@ def _sample(subject: PlanSubject, eval_set: str) -> DataSample | None:
     """Return the size of an eval set's data, of all data sets of a mix for `heldout`; None if one of them is unknown."""
     registry, target = subject.registry, subject.target
     names = target.training_datasets if eval_set == HELDOUT else [registry.load_eval_set(eval_set).dataset]
-    found = [sample_data(registry.load_dataset(name), Path(registry.root)) for name in names]
+    found = [registry.read_data(sample_data, name) for name in names]
     known = [each for each in found if each is not None]
     return reduce(DataSample.join, known) if len(known) == len(names) else None

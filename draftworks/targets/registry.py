@@ -112,6 +112,10 @@ class Registry:
         path = self.root / DEPLOYMENT
         return load_yaml(path, DeploymentSpec) if os.path.lexists(path) else DeploymentSpec()
 
+    def read_data(self, read: Callable[[DatasetSpec, Path], Read], name: str) -> Read:
+        """Return what `read` finds in a data set's files, given its entry and the registry's root."""
+        return read(self.load_dataset(name), self.root)
+
     def resolve_var_folder(self) -> Path:
         """Return the folder that runs write to, `var` of the deployment."""
         return self.resolve_path(self.load_deployment().var)
@@ -226,6 +230,12 @@ class ReadOnceRegistry(Registry):
 
     def load_deployment(self) -> DeploymentSpec:
         return self._remember(super().load_deployment)
+
+    def read_data(self, read: Callable[[DatasetSpec, Path], Read], name: str) -> Read:
+        key = ("read_data", read.__qualname__, name)
+        if key not in self._read:
+            self._read[key] = super().read_data(read, name)
+        return self._read[key]
 
     def _read_target_file(self, name: str) -> bytes:
         return self._remember(super()._read_target_file, name)
