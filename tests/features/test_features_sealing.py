@@ -51,7 +51,7 @@ def test_the_secret_opens_the_store_and_nothing_else_does(tmp_path: Path, caplog
     store = SharedDirFeatureStore(tmp_path, policy=AuthPolicy(SECRET))
     ref = put(store, 1)
     assert SharedDirFeatureStore(tmp_path, policy=AuthPolicy(SECRET)).get(ref)
-    with pytest.raises(StoreError, match="store.json is refused: .*none was given: open the store with AuthPolicy"):
+    with pytest.raises(StoreError, match="store.json is refused: .*none was given: open the store with `AuthPolicy"):
         SharedDirFeatureStore(tmp_path)
     with pytest.raises(StoreError, match="store.json is refused: .*another secret") as refused:
         SharedDirFeatureStore(tmp_path, policy=AuthPolicy(OTHER))

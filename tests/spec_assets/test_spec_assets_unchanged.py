@@ -100,21 +100,14 @@ def finish_twice(site: Any, entry: dict[str, Any]) -> list[dg.DagsterEvent]:
     return last_run(home_of(site))[1]
 
 
-def test_nothing_is_made_behind_a_check_that_failed_in_the_process_of_the_run(made, entry):
-    entry["data"]["min_supervised_share"] = 0.999
-    entry["strategies"]["eagle3"]["training"]["lr"] = 0.001
-    events = finish_twice(made, entry)
-    assert steps(events, "STEP_FAILURE") == {"tokenized_train", "heldout_responses"}
-    assert steps(events, "STEP_WORKER_STARTING") == set()
-    assert not steps(events, "STEP_START") & {"training_features", "eagle3_draft", "eagle3_report"}
-
-
-def test_a_gate_that_fails_in_the_process_of_the_run_fails_it(made, entry):
+def test_nothing_is_made_behind_a_gate_that_failed_in_the_process_of_the_run(made, entry):
     entry["gates"] = {"answers_finished": "error"}
     entry["responses"]["max_new_tokens"] = 24
+    entry["strategies"]["eagle3"]["training"]["lr"] = 0.001
     events = finish_twice(made, entry)
     assert "responses" in steps(events, "STEP_FAILURE")
     assert steps(events, "STEP_WORKER_STARTING") == set()
+    assert not steps(events, "STEP_START") & {"training_features", "eagle3_draft", "eagle3_report"}
 
 
 def test_a_run_that_finds_everything_made_does_not_wait_for_a_pool(made):

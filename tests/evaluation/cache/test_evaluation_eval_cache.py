@@ -90,7 +90,7 @@ def test_the_data_version_is_of_the_key_and_the_inputs_in_any_order(cache: EvalC
 def test_a_config_says_where_its_cache_is(tmp_path: Path):
     assert EvalCache.for_config(replace(CONFIG, cache_dir=str(tmp_path))) == EvalCache(tmp_path)
     assert EvalCache.key(CONFIG) == CONFIG.cache_key
-    with pytest.raises(ValueError, match="cache_dir is not set"):
+    with pytest.raises(ValueError, match="cache_dir` is not set"):
         EvalCache.for_config(CONFIG)
 
 
