@@ -3,6 +3,7 @@
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need real libraries or servers of others
 # make test-long   what takes minutes and is not in CI: repeated random kills, a million references
+# make test-defects       plants defects that users would suffer in a copy, and says which tests notice; resumable, not in CI
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2 GB)
@@ -25,6 +26,7 @@ TARGET ?= tiny
 TEST_WORKERS ?= 2
 PORT ?= 3000
 BENCH ?=
+DEFECTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 SPECULATORS := .venv-speculators
@@ -41,7 +43,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-long test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo demo-streamed ui test test-long test-defects test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -63,6 +65,10 @@ test: $(VENV)/ready .dagster/ready
 
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest --timeout 3600 --hypothesis-profile long -m '(long or hypothesis) and not mooncake and not sglang and not cluster and not ray'
+
+# What is known of a defect that has not changed is not asked again: remove the file of verdicts after a change of tests.
+test-defects: $(VENV)/ready
+	$(BIN)/python -W ignore -m tools.planted_defects --results $(VENV)/defects.jsonl $(DEFECTS)
 
 # Other instruction sets round otherwise: what ends in another draft here would on another machine. (MKL's own variable for its
 # instruction set is for Intel's processors only; its mode of compatible results is for all.)
