@@ -75,5 +75,49 @@ def test_waiting_ends_by_room_by_stop_by_failure_and_by_time():
         wait_for_room(watermark, lambda: InFlight(), InFlight(5), timeout_s=9, describe_sides=str)
 
 
+class Clock:
+    """Time that goes by in pauses only."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("draftworks.dataflow.watermark.time", clock)
+    return clock
+
+
+def test_a_slow_consumer_is_waited_for_as_long_as_it_consumes_at_all(clock: Clock):
+    """The limit is of the time in which nothing is consumed, not of the wait: one sample of five in 0.6 s of 1 s."""
+    assert wait_for_room(
+        Watermark(samples=4),
+        lambda: InFlight(8 - int(clock.now / 0.6)),
+        InFlight(1),
+        timeout_s=1.0,
+        describe_sides=str,
+    )
+    assert clock.now > 2
+
+
+def test_a_consumer_that_stops_is_given_up_the_limit_after_what_it_consumed_last(clock: Clock):
+    with pytest.raises(StoreError, match="nothing was consumed for 1 s, with 7 samples"):
+        wait_for_room(
+            Watermark(samples=4),
+            lambda: InFlight(8 if clock.now < 0.6 else 7),
+            InFlight(1),
+            timeout_s=1.0,
+            describe_sides=str,
+        )
+    assert 1.6 < clock.now < 1.8
+
+
 def _raise_gone() -> InFlight:
     raise OSError("gone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from draftworks.planning.measurements import measure_answers, measure_capture, m
 from draftworks.planning.rates import find_rate
 
 SMALL = {**LLAMA_8B, "num_hidden_layers": 16}
+NARROW = {**LLAMA_8B, "hidden_size": 2048}
 CUDA = {"capture": {"device": "cuda"}}
 
 
@@ -103,6 +105,27 @@ def test_a_trainings_rate_grows_with_its_ranks(tmp_path: Path, monkeypatch):
     publish_draft(target, waited=10)
     rates = {ranks: find_rate(target.subject, "train", "auto", ranks, "eagle3").tokens_per_s.value for ranks in (2, 8)}
     assert rates[8] == pytest.approx(4 * rates[2])
+
+
+@pytest.mark.parametrize("program", ["regenerate", "capture", "train", "evaluate"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_documented_rate_grows_with_the_ranks_and_the_start_does_not(tmp_path: Path, program, device):
+    target = PlannedTarget(tmp_path, entry={"capture": {"device": device}})
+    one, eight = (find_rate(target.subject, program, device, ranks, "eagle3") for ranks in (1, 8))
+    assert one.source.kind == "documented"
+    for rate, of_eight in zip(astuple(one.tokens_per_s), astuple(eight.tokens_per_s), strict=True):
+        assert of_eight == pytest.approx(8 * rate)
+    assert eight.start_s == one.start_s
+
+
+@pytest.mark.parametrize("program", ["regenerate", "capture", "train", "evaluate"])
+def test_by_documented_rates_a_larger_target_is_slower(tmp_path: Path, program):
+    large, small = (
+        PlannedTarget(tmp_path, "large", entry=CUDA),
+        PlannedTarget(tmp_path, "small", shape=NARROW, entry=CUDA),
+    )
+    speeds = [find_rate(each.subject, program, "cuda", 1, "eagle3").tokens_per_s.value for each in (large, small)]
+    assert speeds[0] < speeds[1]
 
 
 def test_records_that_lack_figures_measure_nothing(tmp_path: Path):

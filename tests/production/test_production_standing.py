@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
 from service_site import ServiceSite
 
@@ -49,6 +52,26 @@ def test_a_draft_that_accepts_less_than_in_its_first_hours_shows_a_difference_wi
     assert found.difference is not None
     assert found.difference.interval is not None
     assert found.difference.interval.low < found.difference.value < found.difference.interval.high < -0.4
+
+
+@pytest.mark.parametrize("hours", [1, 6, 11])
+def test_soon_after_the_first_hours_none_of_them_is_among_those_of_now(hours: int):
+    """Else a fall in service would be pulled to nothing as long as the last hours reach into the first ones."""
+    first = make_readings(24, 2.0)
+    shift, counted = 24 * HOUR, first[-1].counters
+    later = [
+        replace(each, time=each.time + shift, instance=first[0].instance, counters=add(each.counters, counted))
+        for each in make_readings(hours, 1.0)[1:]
+    ]
+    found = assess([*first, *later])
+    assert found.now is not None
+    assert (found.now.seconds, found.now.passes) == (hours * HOUR, 100 * hours)
+    assert found.difference is not None
+    assert found.difference.value == pytest.approx(-1.0, abs=0.05)
+
+
+def add(counters: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    return {name: value + others[name] for name, value in counters.items()}
 
 
 def test_in_its_first_hours_a_draft_is_not_compared_with_itself():
