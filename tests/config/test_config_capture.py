@@ -31,3 +31,17 @@ def test_settings_of_a_server_that_is_not_used_are_part_of_no_key():
 def test_an_argument_that_contradicts_the_registry_is_refused(args):
     with pytest.raises(ConfigError, match=r"capture: server.args: .*--(dtype|tp|port).*: set from other keys"):
         parse_spec(CaptureSpec, {"backend": "sglang", "server": {"args": args}}, where="capture")
+
+
+@pytest.mark.parametrize(
+    ("capture", "gpus"),
+    [
+        ({"backend": "hf", "server": {"tp_size": 2}}, 1),
+        ({"backend": "sglang", "server": {"tp_size": 2}}, 2),
+        ({"backend": "sglang_server", "server": {"tp_size": 2, "replicas": 3}}, 6),
+        ({"backend": "sglang_server", "server": {"tp_size": 2, "url": "http://127.0.0.1:30000", "spool": "/s"}}, 1),
+    ],
+    ids=["hf", "inside", "started", "elsewhere"],
+)
+def test_a_process_uses_the_gpus_of_the_servers_that_it_starts_and_not_of_others(capture, gpus):
+    assert CaptureSpec.model_validate(capture).gpus_per_process == gpus

@@ -74,6 +74,13 @@ def test_a_limit_that_leaves_no_time_is_refused(tmp_path: Path):
         build_options(make_request(tmp_path), SlurmLauncherSpec(time_limit_s=60, grace_s=40))
 
 
+def test_the_signal_to_save_comes_after_the_start_of_the_job(tmp_path: Path):
+    """At the boundary, too: with 30 s of grace and 30 s of margin a job of a minute would get it at once."""
+    with pytest.raises(ConfigError, match="is over before anything is done"):
+        build_options(make_request(tmp_path), SlurmLauncherSpec(time_limit_s=60, grace_s=30))
+    assert read_options(make_request(tmp_path), time_limit_s=60, grace_s=29)["--signal"] == "B:TERM@59"
+
+
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_the_script_is_shell_without_the_jobs_environment(nodes: int, tmp_path: Path):
     spec = SlurmLauncherSpec(setup=["module load 'cuda'"], commands="/opt/slurm 23/bin", grace_s=7.5)
