@@ -66,7 +66,7 @@ test: $(VENV)/ready .dagster/ready
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest --timeout 3600 --hypothesis-profile long -m '(long or hypothesis) and not mooncake and not sglang and not cluster and not ray'
 
-# What is known of a defect that has not changed is not asked again: remove the file of verdicts after a change of tests.
+# What was noticed before is not asked again while the defect is the same: remove the file of verdicts after tests were cut.
 test-defects: $(VENV)/ready
 	$(BIN)/python -W ignore -m tools.planted_defects --results $(VENV)/defects.jsonl $(DEFECTS)
 

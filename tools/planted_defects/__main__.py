@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,9 @@ LEAST_SHARE = 0.95
 
 def main() -> int:
     words = parse_words()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that the copy goes, and what runs in it
     every = read_defects(ROOT / "tests" / "planted_defects")
     if problems := [problem for defect in every if (problem := defect.find_problem(ROOT))]:
         print("\n".join(problems))
@@ -35,6 +39,7 @@ def main() -> int:
         print(f"no defect is called {', '.join(sorted(unknown))}")
         return 1
     known = read_verdicts(words.results, chosen) if words.results else {}
+    known = {name: verdict for name, verdict in known.items() if verdict.noticed_by is not None}
     verdicts = judge_all(chosen, {} if words.ids else known, words.results, words.budget)
     print(json.dumps([asdict(each) for each in verdicts], indent=1) if words.json else render_table(chosen, verdicts))
     return int(sum(each.noticed_by is not None for each in verdicts) < LEAST_SHARE * len(verdicts))
@@ -44,7 +49,9 @@ def parse_words() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Plant defects in a copy of the checkout, and say who notices.")
     parser.add_argument("ids", nargs="*", help="names of defects, judged again; without any, all")
     parser.add_argument("--room", default="", help="only those of a room")
-    parser.add_argument("--results", type=Path, help="a file of verdicts, appended to; what it has is not judged again")
+    parser.add_argument(
+        "--results", type=Path, help="a file of verdicts, appended to; what it says was noticed is not judged again"
+    )
     parser.add_argument("--budget", type=float, default=200.0, help="seconds of processor time for a defect")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -173,6 +174,7 @@ def _run_forked(arguments: list[str], log: Path, record: Path) -> None:
     code = 70
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         out, nothing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (out, 1), (out, 2)):
             os.dup2(source, target)
@@ -187,15 +189,17 @@ def _run_forked(arguments: list[str], log: Path, record: Path) -> None:
 def wait_for_fork(pid: int, left_s: float) -> Outcome:
     """Wait for a forked run of pytest; end it and all of its session once its processor time is over."""
     began, finished = time.monotonic(), True
-    while True:
-        found, status, usage = os.wait4(pid, os.WNOHANG)
-        if found:
-            break
-        if finished and (measure_tree(pid) > left_s or time.monotonic() - began > WALL_PER_CPU * left_s):
-            finished = False
-            end_session(pid)
-        time.sleep(LOOK_S)
-    end_session(pid)
+    try:
+        while True:
+            found, status, usage = os.wait4(pid, os.WNOHANG)
+            if found:
+                break
+            if finished and (measure_tree(pid) > left_s or time.monotonic() - began > WALL_PER_CPU * left_s):
+                finished = False
+                end_session(pid)
+            time.sleep(LOOK_S)
+    finally:
+        end_session(pid)  # of what is left, also where this run is interrupted
     code = os.waitstatus_to_exitcode(status)
     crashed = "crashed" if code not in (0, 1, 2, 5) else None
     return Outcome(crashed if finished else None, finished, usage.ru_utime + usage.ru_stime)
