@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.errors import ConfigError, DataError
@@ -292,3 +293,13 @@ def test_end_ids_come_from_the_generation_config_too(make_target):
     path.write_text("[")
     with pytest.raises(DataError, match="generation_config.json"):
         ChatTokenizer.load(target)
+
+
+def test_a_tokenizer_that_needs_code_of_its_own_is_refused_in_these_words(tiny_target: TargetFiles, tmp_path: Path):
+    """Not by the option of transformers that would run the code: a user cannot set it here."""
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(DataError, match="it needs code of its own, which is never run") as caught:
+        ChatTokenizer.load(tiny_target.model_copy(update={"tokenizer": str(tmp_path)}))
+    assert "trust_remote_code" not in str(caught.value)

@@ -70,3 +70,17 @@ def test_labels_end_with_the_sample_and_where_asked_with_the_answer():
     assert make_label_mask(blocks, mask, contiguous=True).tolist() == [
         [[True, False, False, False], [True, False, False, False]]
     ]
+
+
+def test_another_seed_and_another_sample_draw_other_anchors():
+    """Else trainings with two seeds would say less of chance than they seem to."""
+    seeds = {derive_sample_seed(seed, sample) for seed in range(20) for sample in ("a", "b", "ab")}
+    assert len(seeds) == 60
+    assert derive_sample_seed(42, "a") == derive_sample_seed(42, "a")
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    candidates = torch.ones(1, 400, dtype=torch.bool)
+    drawn = [
+        draw_blocks(candidates, torch.tensor([derive_sample_seed(seed, "a")]), step=0, count=20, size=4).anchors
+        for seed in (1, 2)
+    ]
+    assert not torch.equal(*drawn)

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary
+from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, rope_frequencies
 from draftworks.errors import ConfigError
 
 ROPES = [
@@ -36,6 +36,15 @@ def test_rotation_equals_that_of_the_target(parts, rope):
     rotation = Rotary(replace(parts, rope=rope))(20, torch.float32).window(5, 10)
     torch.testing.assert_close(rotation.apply(query), expected[0])
     torch.testing.assert_close(rotation.apply(key), expected[1])
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_a_rope_is_made_on_the_device_that_drafts_are_made_on(parts, rope):
+    """On `meta`, where check makes drafts without memory, too."""
+    with torch.device("meta"):
+        found = rope_frequencies(replace(parts, rope=rope))
+    assert (found.inverse.device.type, found.inverse.dtype) == ("meta", torch.float32)
+    assert found.inverse.shape == rope_frequencies(replace(parts, rope=rope)).inverse.shape
 
 
 @pytest.mark.parametrize(

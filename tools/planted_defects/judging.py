@@ -188,13 +188,14 @@ def _run_forked(arguments: list[str], log: Path, record: Path) -> None:
 
 def wait_for_fork(pid: int, left_s: float) -> Outcome:
     """Wait for a forked run of pytest; end it and all of its session once its processor time is over."""
-    began, finished = time.monotonic(), True
+    began, finished, measured = time.monotonic(), True, 0.0
     try:
         while True:
             found, status, usage = os.wait4(pid, os.WNOHANG)
             if found:
                 break
-            if finished and (measure_tree(pid) > left_s or time.monotonic() - began > WALL_PER_CPU * left_s):
+            measured = max(measured, measure_tree(pid))
+            if finished and (measured > left_s or time.monotonic() - began > WALL_PER_CPU * left_s):
                 finished = False
                 end_session(pid)
             time.sleep(LOOK_S)
@@ -202,7 +203,7 @@ def wait_for_fork(pid: int, left_s: float) -> Outcome:
         end_session(pid)  # of what is left, also where this run is interrupted
     code = os.waitstatus_to_exitcode(status)
     crashed = "crashed" if code not in (0, 1, 2, 5) else None
-    return Outcome(crashed if finished else None, finished, usage.ru_utime + usage.ru_stime)
+    return Outcome(crashed if finished else None, finished, max(measured, usage.ru_utime + usage.ru_stime))
 
 
 def measure_tree(pid: int) -> float:
