@@ -15,7 +15,7 @@ from service_toys import STRATEGY, TARGET, record, served
 
 from draftworks.errors import StoreError
 from draftworks.service.record import Canary, InService
-from draftworks.service.register import ConflictError, ServiceRegister
+from draftworks.service.register import RECORD, ConflictError, ServiceRegister
 
 MAX_USES = 200
 
@@ -34,6 +34,16 @@ def test_nothing_is_in_service_at_first(register: ServiceRegister):
     assert register.read_history() == ()
     with pytest.raises(StoreError, match="draftworks promote small eagle3"):
         register.require()
+
+
+def test_only_staging_files_that_are_written_under_the_lease_are_swept(register: ServiceRegister):
+    """Another promotion may be writing what it has accepted at this moment."""
+    put(register, "a", None)
+    own, others = register.folder / f".{RECORD}.1.tmp", register.folder / ".accepted.json.2.tmp"
+    own.touch()
+    others.touch()
+    put(register, "b", "a")
+    assert (own.exists(), others.exists()) == (False, True)
 
 
 def test_what_was_replaced_stays_in_the_history(register: ServiceRegister):
