@@ -54,3 +54,26 @@ def test_a_script_that_would_be_refused_is_told_apart_from_a_controller_that_can
 def test_what_is_down_may_come_back(tmp_path: Path, words: str):
     play(tmp_path, "sbatch", words).test(["--nodes=1"])
     assert "#SBATCH --nodes=1" in (tmp_path / "read").read_text().splitlines()
+
+
+def test_options_of_the_allocation_in_which_we_run_reach_no_job_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Slurm takes such variables for options: the job would get the nodes and the memory of the other one."""
+    allocation = {
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_MEM_PER_NODE": "9",
+        "SBATCH_PARTITION": "p",
+        "SRUN_DEBUG": "3",
+        "SQUEUE_ALL": "1",
+    }
+    kept = {"SLURM_CONF": "/etc/other.conf", "OURS": "stays"}
+    for name, value in {**allocation, **kept}.items():
+        monkeypatch.setenv(name, value)
+    script = tmp_path / "sbatch"
+    script.write_text(f'#!/bin/sh\nenv >"{tmp_path}/environment"\n')
+    script.chmod(0o755)
+    SlurmCommands(str(tmp_path)).test(["--nodes=1"])
+    found = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+    assert not allocation.keys() & found.keys()
+    assert kept.items() <= found.items()
