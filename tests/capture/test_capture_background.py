@@ -72,6 +72,26 @@ def test_what_is_cancelled_is_interrupted_or_never_begun_and_the_rest_is_done():
     assert worker.submit(lambda: "again").result(GENEROUS_S) == "again"
 
 
+def test_cancelling_what_is_done_interrupts_nothing_that_its_thread_does_next():
+    worker, gate, done, released = BackgroundWorker(), threading.Event(), threading.Event(), threading.Event()
+    followed: list[str] = []
+
+    def follow(future: object) -> None:
+        done.set()
+        while not released.is_set():
+            time.sleep(0.001)
+        followed.append("to the end")
+
+    future = worker.submit(lambda: gate.wait(GENEROUS_S))
+    future.add_done_callback(follow)
+    gate.set()
+    assert done.wait(GENEROUS_S)
+    worker.cancel([future])
+    released.set()
+    assert worker.submit(lambda: "next").result(GENEROUS_S) == "next"
+    assert followed == ["to the end"]
+
+
 def test_a_transformed_result_or_error_comes_back():
     assert TransformedFuture(run_in_background(divmod, 7, 2), sum).result(GENEROUS_S) == 4
     with pytest.raises(ZeroDivisionError):

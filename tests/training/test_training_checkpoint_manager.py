@@ -244,3 +244,15 @@ def test_an_error_of_an_asynchronous_save_surfaces_once(tmp_path: Path, monkeypa
         asked[surface]()
     manager.wait()
     assert (manager.latest_dir(), manager.best_dir()) == (None, None)
+
+
+@pytest.mark.parametrize(("step", "best"), [(1, None), (2, 2), (3, 2)])
+def test_a_best_of_steps_that_a_resume_goes_back_before_is_forgotten(tmp_path: Path, step: int, best: int | None):
+    """Else the training would end with weights of a timeline that was given up."""
+    manager = CheckpointManager(tmp_path, "run", max_checkpoints=5)
+    save_steps(manager, 1)
+    save_best(manager, 2, 0.5)
+    save_steps(manager, 3)
+    again = CheckpointManager(tmp_path, "run", max_checkpoints=5)
+    again.resume(again.folder.final(step), step)
+    assert (None if again.best is None else again.best.step) == best

@@ -222,3 +222,27 @@ def test_whether_there_is_anything_to_evaluate_is_known_before_training(supervis
         strategy, train_loader(strategy, ragged_samples(9), 4, GLOBAL), eval_loader(strategy, held_out, 2), SPEC, CPU
     )
     assert trainer.can_evaluate() == supervised
+
+
+class WatchedStrategy(ToyStrategy):
+    """Writes down the contexts of its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contexts: list[StepContext] = []
+
+    def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
+        self.contexts.append(ctx)
+        return super().forward_loss(batch, ctx)
+
+
+def test_a_pass_knows_whether_it_trains_and_at_which_step(one_rank: None) -> None:
+    """Anchors are drawn by it, and figures that only evaluations need are computed by it."""
+    strategy = WatchedStrategy()
+    loader = train_loader(strategy, ragged_samples(16), GLOBAL, GLOBAL)
+    held_out = eval_loader(strategy, ragged_samples(2, seed=2), 2)
+    history = Trainer(strategy, loader, held_out, SPEC.model_copy(update={"eval_every": 2}), CPU).fit()
+    steps = [ctx.global_step for ctx in strategy.contexts if ctx.training]
+    assert steps == list(range(history.total_steps))
+    assert {ctx.total_steps for ctx in strategy.contexts if ctx.training} == {history.total_steps}
+    assert len(strategy.contexts) - len(steps) == len(history.evals) > 0
