@@ -1,0 +1,64 @@
+"""How long a store whose service is away is waited for; a class stands for the store, and a clock for time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftworks.errors import StoreError, StoreLostError
+from draftworks.features import restarted_mooncake
+from draftworks.features.restarted_mooncake import RestartedMooncakeStore
+from draftworks.mooncake.address import MooncakeAddress
+
+ATTEMPT_S = 40.0
+DEAD, ALIVE = (MooncakeAddress(f"127.0.0.1:{port}", "toys") for port in (1, 2))
+
+
+class Clock:
+    """Time that goes by in pauses and attempts only."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(restarted_mooncake, "time", clock)
+    return clock
+
+
+def open_slowly(clock: Clock, file: Path, then: MooncakeAddress):
+    """Return what stands for the store: at the dead address an attempt takes long, and the file changes meanwhile."""
+
+    class SlowStore:
+        def __init__(self, address: MooncakeAddress, *_: object, **options: object) -> None:
+            if address == DEAD:
+                clock.sleep(ATTEMPT_S)
+                file.write_text(then.to_json())
+                raise StoreError("no answer")
+
+    return SlowStore
+
+
+def test_an_attempt_longer_than_the_limit_is_followed_by_one_at_the_address_of_now(tmp_path, monkeypatch, clock):
+    file = tmp_path / "address.json"
+    file.write_text(DEAD.to_json())
+    monkeypatch.setattr(restarted_mooncake, "KeyedMooncakeStore", open_slowly(clock, file, then=ALIVE))
+    assert RestartedMooncakeStore(file, timeout_s=5, put_timeout_s=1).uri == ALIVE.uri
+
+
+def test_a_service_that_stays_away_is_given_up_one_attempt_after_the_limit(tmp_path, monkeypatch, clock):
+    file = tmp_path / "address.json"
+    file.write_text(DEAD.to_json())
+    monkeypatch.setattr(restarted_mooncake, "KeyedMooncakeStore", open_slowly(clock, file, then=DEAD))
+    with pytest.raises(StoreLostError, match="was not started within 5 s: no answer"):
+        RestartedMooncakeStore(file, timeout_s=5, put_timeout_s=1)
+    assert ATTEMPT_S < clock.now < 3 * ATTEMPT_S
