@@ -80,7 +80,8 @@ FILES = {
     "sensors/alarm.py": "LIMIT = 3\n\n\ndef is_loud(level):\n    return level > LIMIT\n",
     "jobs/ring.py": "from sensors.alarm import is_loud\n\n\ndef ring(level):\n    return is_loud(level)\n",
     "tests/sensors/test_sensors_alarm.py": "from sensors.alarm import is_loud\n\n\ndef test_five_is_loud():\n    assert is_loud(5)\n",
-    "tests/sensors/test_sensors_other.py": "def test_that_fails_always():\n    assert False\n",
+    "tests/sensors/test_sensors_other.py": "import sensors.alarm\n\n\ndef test_that_fails_always():\n    assert not sensors.alarm\n",
+    "tests/sensors/test_sensors_rest.py": "def test_nothing():\n    pass\n",
     "tests/jobs/test_jobs_ring.py": "from jobs.ring import ring\n\n\ndef test_three_rings_not():\n    assert not ring(3)\n",
     "tests/jobs/test_jobs_rest.py": "def test_nothing():\n    pass\n",
     "tests/resources/test_resources_rest.py": "def test_nothing():\n    pass\n",
@@ -95,12 +96,13 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tests_of_the_room_are_asked_first_then_those_of_rooms_that_import_it(checkout: Path):
+def test_near_tests_are_asked_first_then_the_room_and_those_that_import_it(checkout: Path):
     found = ImportMap(checkout).order_stages("sensors/alarm.py")
     assert [(stage.name, stage.files) for stage in found] == [
-        ("near", ["tests/sensors/test_sensors_alarm.py"]),
-        ("room", ["tests/sensors/test_sensors_other.py"]),
-        ("jobs", ["tests/jobs/test_jobs_ring.py", "tests/jobs/test_jobs_rest.py"]),
+        ("near", ["tests/sensors/test_sensors_alarm.py", "tests/sensors/test_sensors_other.py"]),
+        ("close", ["tests/jobs/test_jobs_ring.py"]),
+        ("room", ["tests/sensors/test_sensors_rest.py"]),
+        ("jobs", ["tests/jobs/test_jobs_rest.py"]),
     ]
 
 

@@ -1,4 +1,8 @@
-"""Which tests are asked about a module, nearest first: those of its room, then those of the rooms that import it."""
+"""Which tests are asked about a module, nearest first.
+
+Those of its room that import it or are named after it, a few of other rooms that are close to it, the rest of its room, then
+the rooms that import it, one by one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PRODUCT = ("draftworks", "spec_assets", "resources", "jobs", "sensors")
+CLOSE_STEPS, CLOSE_FILES = 2, 12
+"""Test files of other rooms that are asked before the rest of the own room: by steps of imports, and how many at most."""
 _FOLDERS = {"mooncake": "mooncake_room", "sglang": "sglang_room"}
 """Rooms whose tests would shadow a library of the same name."""
 
@@ -40,11 +46,11 @@ class ImportMap:
         own = [path for path in tests if _find_room(Path(path)) == room]
         near = [path for path in own if tests[path] == 1]
         near = list(dict.fromkeys([*self._list_mirrors(Path(file)), *near]))
-        direct = [path for path in tests if tests[path] == 1 and path not in own]
-        stages = [Stage("near", near), Stage("room", self._add_rest(room, own, near)), Stage("direct", direct)]
+        close = [path for path in tests if path not in own and tests[path] <= CLOSE_STEPS][:CLOSE_FILES]
+        stages = [Stage("near", near), Stage("close", close), Stage("room", self._add_rest(room, own, near))]
         for other in self._order_rooms(distances, room):
             reached = [path for path in tests if _find_room(Path(path)) == other]
-            stages.append(Stage(other, self._add_rest(other, reached, direct)))
+            stages.append(Stage(other, self._add_rest(other, reached, close)))
         return [stage for stage in stages if stage.files]
 
     def _name_module(self, path: Path) -> str:
