@@ -1,0 +1,58 @@
+"""Which cells of a product of parameters the gate asks, so that a reader sees both: the product and what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Parameter = type(pytest.param())
+
+
+def gate_or_long(cases: Iterable[Any], gate: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
+    """Parameters for all cases: those in `gate`, or for which it returns true, as they are; the others for `make test-long`.
+
+    A case is one value, a tuple of several, or a `pytest.param`, which is judged by its values.
+    """
+    in_gate = gate if callable(gate) else gate.__contains__
+    parameters = [_as_parameter(case) for case in cases]
+    return [each if in_gate(_list_values(each)) else _for_long(each) for each in parameters]
+
+
+def cover(cells: Iterable[Any], questions: Callable[[Any], Iterable[Hashable]]) -> list[Any]:
+    """Return some cells, in their order, that answer each question which any cell answers; the same in every run.
+
+    The next one is always the first that answers most of what is still open.
+    """
+    known = list(cells)
+    answers = [set(questions(cell)) for cell in known]
+    open_questions = set().union(*answers)
+    chosen = set()
+    while open_questions:
+        best = max(range(len(known)), key=lambda i: (len(answers[i] & open_questions), -i))
+        chosen.add(best)
+        open_questions -= answers[best]
+    return [known[i] for i in sorted(chosen)]
+
+
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return cells of the product of `axes`, in its order, in which each two values of two axes meet."""
+    places = product(*(range(len(axis)) for axis in axes))
+    found = cover(places, lambda cell: combinations(enumerate(cell), 2))
+    return [tuple(axis[i] for axis, i in zip(axes, cell, strict=True)) for cell in found]
+
+
+def _as_parameter(case: Any) -> Any:
+    if isinstance(case, Parameter):
+        return case
+    return pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)
+
+
+def _list_values(parameter: Any) -> Any:
+    return parameter.values if len(parameter.values) > 1 else parameter.values[0]
+
+
+def _for_long(parameter: Any) -> Any:
+    return pytest.param(*parameter.values, marks=[*parameter.marks, pytest.mark.long], id=parameter.id)
