@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from export_toys import CASES, FORMATS, VOCAB, Case, Toys
+from export_toys import FORMATS, VOCAB, Toys, assert_same_draft
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -51,28 +51,6 @@ def changed(
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(values))
     return folder
-
-
-def assert_same_draft(found: CanonicalDraft, expected: CanonicalDraft, dtype: torch.dtype = torch.float32) -> None:
-    assert found.weights.keys() == expected.weights.keys()
-    for name, tensor in expected.weights.items():
-        wanted = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
-        assert torch.equal(found.weights[name], wanted), name
-    assert {**found.config, "options": None} == {**expected.config, "options": None}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_was_exported_comes_back(tmp_path: Path, case: Case, dtype: str):
-    toys = case.toys(tmp_path)
-    draft = toys.draft(case.strategy, **case.options)
-    export_draft(draft, case.format, tmp_path / "exported", dtype)
-    imported = import_draft(tmp_path / "exported", toys.target, tmp_path / "imported")
-    found = CanonicalDraft.load(tmp_path / "imported", toys.target)
-    assert_same_draft(found, draft, getattr(torch, dtype))
-    assert found.config["options"] == draft.config["options"]
-    assert (imported.format, imported.strategy) == (case.format, case.strategy)
-    assert found.build_strategy().drafter() is not None
 
 
 @pytest.mark.parametrize("name", FORMATS)

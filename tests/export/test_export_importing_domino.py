@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from export_toys import Toys
-from test_export_importing import Config, Tensors, assert_same_draft, changed, nothing
+from export_toys import Toys, assert_same_draft
+from test_export_importing import Config, Tensors, changed, nothing
 
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.export.canonical import CanonicalDraft

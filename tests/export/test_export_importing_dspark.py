@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from export_toys import FORMATS, HIDDEN, VOCAB, Toys
-from test_export_importing import Config, Tensors, assert_same_draft, changed, nothing, renamed
+from export_toys import FORMATS, HIDDEN, VOCAB, Toys, assert_same_draft
+from test_export_importing import Config, Tensors, changed, nothing, renamed
 
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DraftworksError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from export_toys import Toys
-from test_export_importing import Config, Tensors, assert_same_draft, changed, having, layer, nothing
+from export_toys import Toys, assert_same_draft
+from test_export_importing import Config, Tensors, changed, having, layer, nothing
 
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import DraftworksError, StoreError

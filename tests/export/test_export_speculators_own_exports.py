@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_toys import CASES
+from export_toys import CASES, assert_same_draft
 from export_toys import Case as Exporting
 from speculators_judge import Case, Findings, Question
-from test_export_importing import assert_same_draft
 from torch import Tensor
 
 from draftworks.drafts.anchors import place_blocks

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from export_damages import Config, Damage, Tensors, as_ids, having, in_layers, layer_ids, rename, without
 from export_toys import HIDDEN, VOCAB, Toys
 from speculators_judge import Case, Question
-from test_export_gates import Config, Damage, Exported, Tensors, as_ids, having, in_layers, layer_ids, rename, without
+from test_export_gates import Exported
 
 from draftworks.export.exporting import export_draft
 

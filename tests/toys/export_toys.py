@@ -149,6 +149,15 @@ def _target_files(folder: Path, config: dict[str, Any]) -> TargetFiles:
     )
 
 
+def assert_same_draft(found: CanonicalDraft, expected: CanonicalDraft, dtype: torch.dtype = torch.float32) -> None:
+    """Weights are compared as they are after rounding to `dtype`, options by who wants to."""
+    assert found.weights.keys() == expected.weights.keys()
+    for name, tensor in expected.weights.items():
+        wanted = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(found.weights[name], wanted), name
+    assert {**found.config, "options": None} == {**expected.config, "options": None}
+
+
 @dataclass(frozen=True)
 class Case:
     """A draft in a format that can hold it."""
