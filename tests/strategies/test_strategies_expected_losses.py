@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from objective_toys import Case, batch_of, in_blocks, logits_at_once, strategy_of
+from coverings import cover, gate_or_long
+from objective_toys import Case, batch_of, in_blocks, list_choices, logits_at_once, strategy_of
 from torch import Tensor
 
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
@@ -70,6 +71,10 @@ CASES = [
 ]
 
 
+ONCE = cover(CASES, list_choices)
+"""Each option with one of both losses, and each strategy with both."""
+
+
 def name_of(case: Case) -> str:
     return " ".join([case.strategy, *(f"{key}={value}" for key, value in case.options.items())])
 
@@ -103,7 +108,7 @@ def digests(strategy: DraftStrategy) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", gate_or_long(CASES, ONCE), ids=name_of)
 def test_evaluating_measures_the_same_whether_autograd_records_or_not(case: Case) -> None:
     strategy = strategy_of(case, VOCAB)
     batch = batch_of(strategy, SAMPLES, VOCAB, holes=0.2)
@@ -123,8 +128,17 @@ def test_every_case_is_in_the_file(expected: Mapping[str, Any]) -> None:
     assert list(expected) == [name_of(case) for case in CASES]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["f64", "f32"])
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize(
+    ("case", "dtype", "tolerance"),
+    gate_or_long(
+        (
+            pytest.param(case, dtype, tolerance, id=f"{name_of(case)}-{name}")
+            for case in CASES
+            for dtype, tolerance, name in ((torch.float64, 1e-9, "f64"), (torch.float32, 1e-5, "f32"))
+        ),
+        lambda cell: cell[1] == torch.float64 or cell[0] in ONCE,
+    ),
+)
 def test_losses_counts_and_gradients_are_those_in_the_file(
     expected: Mapping[str, Any], case: Case, dtype: torch.dtype, tolerance: float
 ) -> None:

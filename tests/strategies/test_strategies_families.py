@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from coverings import cover, gate_or_long
 from model_families import FAMILIES, HIDDEN, VOCAB
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -33,6 +35,16 @@ OPTIONS = {
 }
 THETA_1M = {"rope_type": "default", "rope_theta": 1e6}
 MakeTarget = Callable[[str], TargetFiles]
+
+
+def questions_of(cell: tuple[str, str]) -> Iterator[tuple[str, str]]:
+    """Each strategy for some family, each family for a chain and for blocks."""
+    family, name = cell
+    yield "strategy", name
+    yield family, "blocks" if "block_size" in OPTIONS[name] else "chain"
+
+
+STEPS = list(product(FAMILIES, OPTIONS))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -69,7 +81,9 @@ def test_every_known_strategy_is_tried():
     assert set(OPTIONS) == {name for name in of_any_target if resolve_strategy(name).exports}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("target", "name"), gate_or_long(STEPS, cover(STEPS, questions_of)), indirect=["target"], scope="module"
+)
 def test_a_draft_takes_a_step(parts: TargetParts, name: str):
     strategy = make(name, parts)
     output = strategy.forward_loss(strategy.collate(samples(strategy), ["a", "b"]), StepContext(0, 1, training=True))

@@ -47,6 +47,13 @@ class Case:
         return "-".join([self.strategy, *(str(value) for value in self.options.values())])
 
 
+def list_choices(case: Case) -> Iterator[tuple[str, str]]:
+    """The strategy with its loss, and with its other options: what a covering has to meet, where not all of them together."""
+    options = dict(case.options)
+    yield case.strategy, options.pop("loss")
+    yield case.strategy, str(options)
+
+
 def in_blocks(strategy: str) -> bool:
     """Whether its objective goes by blocks, as many at a time as an option says."""
     return "objective_chunk_blocks" in resolve_strategy(strategy).options.model_fields

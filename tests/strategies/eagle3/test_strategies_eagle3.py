@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from coverings import gate_or_long, pairwise
 from eagle3_reference import MASKS, TOLERANCE, assert_close, assert_trains_as_read, gradients, reference, run
 
 from draftworks.drafts.strategy import StepContext
@@ -27,11 +30,11 @@ KEYS = {
     "d2t",
     "t2d",
 }
+AXES = [torch.float32, torch.float64], [1, 4, 14], ["token_mean", "specforge"]
+"""Dtypes, lengths of a chain, losses."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ttt_length", [1, 4, 14])
-@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+@pytest.mark.parametrize(("dtype", "ttt_length", "loss"), gate_or_long(product(*AXES), pairwise(*AXES)))
 def test_both_modes_train_what_the_reader_of_exports_computes(make_strategy, make_sample, dtype, ttt_length, loss):
     strategy = make_strategy(dtype, ttt_length=ttt_length, loss=loss)
     assert_trains_as_read(strategy, [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from coverings import gate_or_long, pairwise
 from eagle3_reference import MASKS, assert_close, assert_trains_as_read, gradients, run
 from pydantic import ValidationError
 
 from draftworks.strategies.eagle3.options import Eagle3Options
 
 LK = [{"objective": "lk_alpha"}, {"objective": "lk_lambda"}, {"objective": "lk_lambda", "kl_scale": 3, "kl_decay": 2}]
+
+LENGTHS, LOSSES = [(torch.float32, 4), (torch.float64, 1), (torch.float64, 13)], ["token_mean", "specforge"]
+"""Of a chain, with the dtype in which it is computed."""
 
 
 @pytest.fixture(params=LK, ids=["alpha", "lambda", "lambda_scaled"])
@@ -21,9 +27,11 @@ def samples_of(make_sample, dtype=torch.float64):
     return [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)]
 
 
-@pytest.mark.parametrize(("dtype", "ttt_length"), [(torch.float32, 4), (torch.float64, 1), (torch.float64, 13)])
-@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
-def test_both_modes_train_what_the_reader_of_exports_computes(make_strategy, make_sample, dtype, ttt_length, loss, lk):
+@pytest.mark.parametrize(
+    ("lk", "length", "loss"), gate_or_long(product(LK, LENGTHS, LOSSES), pairwise(LK, LENGTHS, LOSSES)), indirect=["lk"]
+)
+def test_both_modes_train_what_the_reader_of_exports_computes(make_strategy, make_sample, length, loss, lk):
+    dtype, ttt_length = length
     strategy = make_strategy(dtype, ttt_length=ttt_length, loss=loss, **lk)
     assert_trains_as_read(strategy, samples_of(make_sample, dtype))
 

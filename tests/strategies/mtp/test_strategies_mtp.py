@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from coverings import gate_or_long
 from gloo_ranks import on_ranks
 from ladder_toys import TAPS, TTT, build_ladder, greedy_answers
 from model_families import in_float64
@@ -31,7 +32,8 @@ from draftworks.strategies.mtp.reader import read_target_mtp
 MakeTarget = Callable[[str], TargetFiles]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# That a draft proposes the same at once and on a live sequence is asked of all of them below.
+@pytest.mark.parametrize("kind", gate_or_long(KINDS, ["qwen3_5_text"]))
 def test_the_walk_equals_the_real_loop(kind: str, mtp_target: MakeTarget, tiny_folder: Path):
     """Count for count, but for near ties: the gated delta rule of transformers is fp32 whatever the model's dtype is."""
     target = mtp_target(kind)
@@ -71,6 +73,18 @@ def test_packed_samples_give_the_sums_of_padded_ones(kind: str, attends: str, mt
     )
     rows = [alone[row, : len(sample["input_ids"])] for row, sample in enumerate(samples)]
     assert torch.equal(torch.cat(rows), together[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_proposing_at_every_row_equals_proposing_on_a_live_sequence(kind: str, mtp_target: MakeTarget):
+    strategy, sample = mtp(TargetParts.load(mtp_target(kind))), draw_samples()[1]
+    strategy.model.double()
+    sample = {**sample, "last": sample["last"].double()}
+    batch, drafter = strategy.collate([sample], ["s"]), strategy.drafter()
+    at_once = strategy.propose(batch, torch.ones_like(batch["input_ids"], dtype=torch.bool), 4)[0]
+    for row, token in enumerate(sample["input_ids"][1:]):
+        drafter.extend({"last": sample["last"][row : row + 1]}, token[None])
+        assert drafter.propose(4, 0.0, None).tokens.tolist() == at_once[row].tolist()
 
 
 def test_an_evaluation_reports_what_the_strategy_says(mtp_target: MakeTarget):
