@@ -12,6 +12,7 @@ import pytest
 import torch
 from answer_toys import ON_CPU
 from capture_toys import WatchedEngine
+from coverings import gate_or_long
 from test_capture_regenerate import conversation, make_run
 
 from draftworks.capture.answers.answer_sets import find_answers_file
@@ -71,7 +72,8 @@ def alone(tiny_target: TargetFiles, engine, chat, tmp_path_factory) -> dict[str,
     return read_all(run)
 
 
-@pytest.mark.parametrize("kills", [0, 6])
+# Where nobody is killed nothing is done that is not done between two kills.
+@pytest.mark.parametrize("kills", gate_or_long([0, 6], [6]))
 def test_jobs_that_come_and_are_killed_write_what_one_writes(
     tiny_target: TargetFiles, engine, chat, tmp_path: Path, alone: dict[str, bytes], kills: int
 ):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from capture_toys import OneLayerOff, WatchedEngine, capture_run, changed_copy, random_rows
+from coverings import gate_or_long
 from model_families import FAMILIES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -96,8 +98,11 @@ def test_what_is_not_what_it_is_called_is_refused_by_name(
         EngineProbe(run, ROWS).compare(watched)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tap", range(2, 7))
+# In bfloat16 more is allowed, so that a neighbour is told apart less easily.
+@pytest.mark.parametrize(
+    ("tap", "dtype"),
+    gate_or_long(product(range(2, 7), ["float32", "bfloat16"]), lambda cell: cell[1] == "bfloat16" or cell[0] == 4),
+)
 def test_one_layer_off_is_refused_at_every_tap(run: CaptureRun, tiny_target: TargetFiles, tap: int, dtype: str):
     changed = {"taps": [tap], "capture": run.capture.model_copy(update={"compute_dtype": dtype})}
     probe = EngineProbe(run.model_copy(update=changed), ROWS)
