@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +23,9 @@ from draftworks.features.contracts import TrainBatch
 from draftworks.features.packed_schedule import PackedTrainSchedule
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.training.backend import ensure_process_group
 from draftworks.training.history import History
+from draftworks.training.trainer import Trainer
 
 BATCH, ALONE = 7, 5
 """No two samples fit into so few tokens: seven rows, so that one of two ranks is idle once in every step."""
@@ -33,6 +37,7 @@ def dflash() -> DFlashStrategy:
 
 
 STRATEGIES = {"eagle3": eagle3, "dflash": dflash}
+TrainPadded = Callable[[str], Trainer]
 
 
 def run_of(folder: Path, name: str, pack_tokens: int | None) -> ResumableRun:
@@ -47,12 +52,19 @@ def run_of(folder: Path, name: str, pack_tokens: int | None) -> ResumableRun:
     )
 
 
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainPadded]:
+    """Trains a strategy on padded rows, once; its weights are read in the process group in which it was trained."""
+    with ensure_process_group(torch.device("cpu")):
+        yield functools.cache(lambda name: run_of(tmp_path_factory.mktemp("padded"), name, None).finished())
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("pack_tokens", [ALONE, 64, 1000])
-def test_packed_training_is_the_padded_one(tmp_path: Path, name: str, pack_tokens: int) -> None:
+def test_packed_training_is_the_padded_one(padded: TrainPadded, tmp_path: Path, name: str, pack_tokens: int) -> None:
     packed = run_of(tmp_path, name, pack_tokens).finished()
-    assert_same(packed.weights(), packed.controller.history, run_of(tmp_path, name, None).finished())
+    assert_same(packed.weights(), packed.controller.history, padded(name))
 
 
 def _packed_on_two(rank: int, folder: Path) -> None:
@@ -77,11 +89,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("pack_tokens", [ALONE, 64])
 def test_packed_training_on_two_ranks_is_the_padded_one(
-    tmp_path: Path, two_ranks: Path, name: str, pack_tokens: int
+    padded: TrainPadded, two_ranks: Path, name: str, pack_tokens: int
 ) -> None:
     found = run_of(two_ranks, name, pack_tokens).folder
     weights, history = load_file(found / "weights.safetensors"), History.load(found / "history.json")
-    assert_same(weights, history, run_of(tmp_path, name, None).finished())
+    assert_same(weights, history, padded(name))
 
 
 def test_one_of_these_two_ranks_is_idle_at_times() -> None:
@@ -102,13 +114,12 @@ def test_stopped_and_killed_packed_training_goes_on_as_if_undisturbed(tmp_path: 
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_padded_training_goes_on_packed(tmp_path: Path) -> None:
-    straight = run_of(tmp_path / "straight", "eagle3", None).finished()
-    padded = run_of(tmp_path, "eagle3", None)
-    padded.trainer(stop_after=3).fit()
-    packed = replace(padded, pack_tokens=64).finished()
+def test_padded_training_goes_on_packed(padded: TrainPadded, tmp_path: Path) -> None:
+    begun = run_of(tmp_path, "eagle3", None)
+    begun.trainer(stop_after=3).fit()
+    packed = replace(begun, pack_tokens=64).finished()
     assert [session.start_step for session in packed.controller.history.sessions] == [0, 3]
-    assert_same(packed.weights(), packed.controller.history, straight)
+    assert_same(packed.weights(), packed.controller.history, padded("eagle3"))
 
 
 class PerBatch(ToyStrategy):
