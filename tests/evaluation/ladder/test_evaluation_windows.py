@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from coverings import gate_or_long
 from ladder_toys import (
     LADDER_DRAFTS,
     TAPS,
@@ -18,8 +19,11 @@ from ladder_toys import (
     Sample,
     build_ladder,
     dflash,
+    eagle3,
     greedy_answers,
     lilicorr,
+    peagle,
+    xpress,
 )
 
 from draftworks.config.run_files import TargetFiles
@@ -47,9 +51,11 @@ def convolved(parts: TargetParts, samples: list[Sample], **options: Any) -> Draf
     return lilicorr(parts, samples, conv_kernel_size=2, conv_group_size=16, **options)
 
 
+# The others have the backbone of DFlash, and its window; their live drafts with a window are compared with a reader by the
+# gates of exports.
 @pytest.mark.parametrize(
     "make",
-    [*LADDER_DRAFTS, anchored, convolved],
+    gate_or_long([*LADDER_DRAFTS, anchored, convolved], [eagle3, peagle, dflash, xpress, anchored, convolved]),
     ids=lambda make: make.__name__,
 )
 def test_the_walk_equals_the_real_loop_and_one_that_ignores_the_window_does_not(
