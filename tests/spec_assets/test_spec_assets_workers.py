@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-import dagster as dg
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import dagster as dg
+import pytest
+
+from draftworks.config.launchers import LocalLauncherSpec
+from draftworks.config.run_files import WORKER_FIGURES
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from resources.job_claims import CLAIM
+from resources.torch_launcher import JobResult
+from spec_assets import workers as shared_work
 
 MADE = ("conversations", "responses", "tokenized_train", "training_features")
 
@@ -36,3 +48,34 @@ def test_workers_change_no_result(site, tmp_path_factory):
     assert one.summary["captured_samples"] == three.summary["captured_samples"]
     folders = {path.name for path in sites[1].var.glob("runs/*/*/*") if path.is_dir()}
     assert folders >= {"capture-1", "capture-2", "regenerate-1", "regenerate-2"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a worker is told."""
+
+    def model_copy(self, update: dict[str, Any]) -> Run:
+        return self
+
+
+@pytest.mark.parametrize("claimed", [True, False], ids=["ended unheard", "of before"])
+def test_figures_count_of_a_worker_that_ended_while_no_run_waited_and_not_those_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: bool
+):
+    """As long as there is a claim, workers of this very job may have ended after their run was killed."""
+    out = tmp_path / shared_work.FOLDER / "features" / "one" / "capture-1"
+    out.mkdir(parents=True)
+    (out / WORKER_FIGURES).write_text(json.dumps({"captured_samples": 4}))
+    if claimed:
+        (out.parent / f"capture-1.{CLAIM}").touch()
+    monkeypatch.setattr(shared_work, "make_companion", lambda *arguments: None)
+    monkeypatch.setattr(shared_work, "launch", lambda *arguments: JobResult({"captured_samples": 5}, {}))
+    workspace: Any = SimpleNamespace(
+        var=tmp_path, resolve_launcher=lambda target, program: LocalLauncherSpec(workers=2)
+    )
+    context: Any = SimpleNamespace(partition_key="one", asset_key=dg.AssetKey("features"))
+    launcher: Any = SimpleNamespace(has_arrays=lambda place: False)
+    run: Any = Run()
+    found = shared_work.launch_workers(context, launcher, workspace, "capture", run, 1, "cpu")
+    assert found.report["captured_samples"] == (9 if claimed else 5)
+    assert not out.exists(), "what was counted is not counted again"
