@@ -122,10 +122,11 @@ defects = [plant("seen-near", "level >", "level < -"), plant("seen-above", "> LI
 verdicts = [judge.judge(each) for each in defects]
 doubtful = judge.doubt(verdicts)
 verdicts += [judge.judge(each) for each in defects if each.id in doubtful]
-unseen = judge.judge(plant("not-seen", "LIMIT = 3", "LIMIT = 3.5"))
-for each in [*verdicts, unseen]:
+verdicts.append(judge.judge(plant("not-seen", "LIMIT = 3", "LIMIT = 3.5")))
+verdicts.append(judge.judge(plant("ends-the-run", "return level > LIMIT", "__import__('os').kill(0, 15)")))
+for each in verdicts:
     append_verdict(copy / "results", each)
-print(json.dumps({"doubtful": sorted(doubtful), "verdicts": [asdict(each) for each in [*verdicts, unseen]]}))
+print(json.dumps({"doubtful": sorted(doubtful), "verdicts": [asdict(each) for each in verdicts]}))
 """
 
 
@@ -141,6 +142,7 @@ def test_who_notices_a_defect_is_found_and_a_test_that_always_fails_notices_noth
         ("seen-above", "tests/sensors/test_sensors_other.py::test_that_fails_always", True),
         ("seen-above", "tests/jobs/test_jobs_ring.py::test_three_rings_not", True),
         ("not-seen", None, True),
+        ("ends-the-run", None, False),
     ]
     assert (checkout / "sensors" / "alarm.py").read_text() == FILES["sensors/alarm.py"]
     changed = [Defect("seen-near", "sensors/alarm.py", "level >", "level <", "", "")]

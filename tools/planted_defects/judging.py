@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -27,8 +27,9 @@ HEAVY = (
     *("transformers", "transformers.models.llama.modeling_llama", "dagster", "pyarrow.parquet", "pandas", "hypothesis"),
 )
 LOOK_S = 0.5
-RECORD = "failed.txt"
-CRASH = "a crash of the process of the tests"
+RECORD = "outcomes.txt"
+ENDED = (0, 1, 2, 5)
+"""Exit codes of pytest that ran: all passed, some failed, stopped at a failure, nothing selected."""
 COSTLY = frozenset({"finished", "train_stored"})
 """Fixtures that take a minute."""
 WALL_PER_CPU = 20
@@ -100,10 +101,11 @@ class Judge:
     def doubt(self, verdicts: Iterable[Verdict]) -> set[str]:
         """Return the defects noticed by tests that fail without a defect too, which say nothing. They are not asked again."""
         noticed = {each.id: each.noticed_by for each in verdicts if each.noticed_by is not None}
-        tests = sorted(test for test in set(noticed.values()) - self._failing if test != CRASH)
+        tests = set(noticed.values()) - self._failing
         if tests:
-            self._run(tests, math.inf, "without", first_only=False)
-            self._failing |= set(_read_record(self._notes)) & set(tests)
+            self._run(sorted({test.partition("::")[0] for test in tests}), math.inf, "without", tests)
+            passed = _read_record(self._notes, "passed")
+            self._failing |= {test for test in tests if not any(_is_part(each, test) for each in passed)}
         return {name for name, test in noticed.items() if test in self._failing}
 
     def _run_planted(self, defect: Defect, stage: Stage, left_s: float) -> Outcome:
@@ -118,37 +120,44 @@ class Judge:
             path.write_text(text)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
-    def _run(self, arguments: list[str], left_s: float, name: str, first_only: bool = True) -> Outcome:
+    def _run(self, files: list[str], left_s: float, name: str, only: Collection[str] | None = None) -> Outcome:
+        """Run the tests of files up to the first failure, or `only` these tests, all of them."""
         record = self._notes / RECORD
         record.unlink(missing_ok=True)
         options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-m", self._marks, "-o", "timeout=300"]
+        how = ["-x"] if only is None else ["--continue-on-collection-errors"]
         skipped = [word for test in sorted(self._failing) for word in ("--deselect", test)]
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            first = ["-x"] if first_only else []
-            _run_forked([*options, *first, *skipped, *arguments], self._notes / f"{name}.log", record)
+            _run_forked([*options, *how, *skipped, *files], self._notes / f"{name}.log", Recorder(record, only))
         outcome = wait_for_fork(pid, left_s)
-        failed = _read_record(self._notes)
-        crashed = [CRASH] if outcome.failed else []
-        first = next(iter([*failed, *crashed]), None)
-        return Outcome(first, outcome.finished or bool(failed), outcome.seconds)
+        failed = next(iter(_read_record(self._notes, "failed")), None)
+        return replace(outcome, failed=failed, finished=outcome.finished or failed is not None)
 
 
-def _read_record(notes: Path) -> list[str]:
-    """Return the tests that failed in the last run."""
+def _read_record(notes: Path, outcome: str) -> list[str]:
+    """Return the tests of the last run that had this outcome."""
     record = notes / RECORD
-    return record.read_text().splitlines() if record.exists() else []
+    lines = [line.partition(" ") for line in record.read_text().splitlines()] if record.exists() else []
+    return [test for found, _, test in lines if found == outcome]
+
+
+def _is_part(test: str, whole: str) -> bool:
+    """Whether a test is the one named, or of the file named: a file can fail as a whole."""
+    return test == whole or test.startswith(f"{whole}::")
 
 
 class Recorder:
-    """A plug-in of pytest that writes down which tests fail, and has costly ones run last."""
+    """A plug-in of pytest that writes down what comes of tests, and has costly ones run last; `only` leaves others out."""
 
-    def __init__(self, record: Path) -> None:
-        self._record = record
+    def __init__(self, record: Path, only: Collection[str] | None) -> None:
+        self._record, self._only = record, only
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if self._only is not None:
+            items[:] = [item for item in items if any(_is_part(item.nodeid, each) for each in self._only)]
         order = {str(config.rootpath / name.split("::")[0]): index for index, name in enumerate(config.args)}
 
         def find_cost(item: pytest.Item) -> tuple[bool, int]:
@@ -164,12 +173,12 @@ class Recorder:
         self._note(report)
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.failed:
+        if report.failed or (report.passed and getattr(report, "when", "") == "call"):
             with self._record.open("a") as file:
-                file.write(f"{report.nodeid}\n")
+                file.write(f"{report.outcome} {report.nodeid}\n")
 
 
-def _run_forked(arguments: list[str], log: Path, record: Path) -> None:
+def _run_forked(arguments: list[str], log: Path, recorder: Recorder) -> None:
     """Become a session of its own that runs pytest, and end."""
     code = 70
     try:
@@ -178,7 +187,7 @@ def _run_forked(arguments: list[str], log: Path, record: Path) -> None:
         out, nothing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (out, 1), (out, 2)):
             os.dup2(source, target)
-        code = int(pytest.main(arguments, plugins=[Recorder(record)]))
+        code = int(pytest.main(arguments, plugins=[recorder]))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -202,8 +211,8 @@ def wait_for_fork(pid: int, left_s: float) -> Outcome:
     finally:
         end_session(pid)  # of what is left, also where this run is interrupted
     code = os.waitstatus_to_exitcode(status)
-    crashed = "crashed" if code not in (0, 1, 2, 5) else None
-    return Outcome(crashed if finished else None, finished, max(measured, usage.ru_utime + usage.ru_stime))
+    # A run that crashed, or that somebody killed, has not finished: it says nothing of the defect.
+    return Outcome(None, finished and code in ENDED, max(measured, usage.ru_utime + usage.ru_stime))
 
 
 def measure_tree(pid: int) -> float:
