@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paused_time import PausedTime
 
 from draftworks.dataflow.watermark import InFlight, Watermark, wait_for_room
 from draftworks.errors import ConfigError, StoreError
@@ -75,27 +76,14 @@ def test_waiting_ends_by_room_by_stop_by_failure_and_by_time():
         wait_for_room(watermark, lambda: InFlight(), InFlight(5), timeout_s=9, describe_sides=str)
 
 
-class Clock:
-    """Time that goes by in pauses only."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch) -> PausedTime:
+    clock = PausedTime()
     monkeypatch.setattr("draftworks.dataflow.watermark.time", clock)
     return clock
 
 
-def test_a_slow_consumer_is_waited_for_as_long_as_it_consumes_at_all(clock: Clock):
+def test_a_slow_consumer_is_waited_for_as_long_as_it_consumes_at_all(clock: PausedTime):
     """The limit is of the time in which nothing is consumed, not of the wait: one sample of five in 0.6 s of 1 s."""
     assert wait_for_room(
         Watermark(samples=4),
@@ -107,7 +95,7 @@ def test_a_slow_consumer_is_waited_for_as_long_as_it_consumes_at_all(clock: Cloc
     assert clock.now > 2
 
 
-def test_a_consumer_that_stops_is_given_up_the_limit_after_what_it_consumed_last(clock: Clock):
+def test_a_consumer_that_stops_is_given_up_the_limit_after_what_it_consumed_last(clock: PausedTime):
     with pytest.raises(StoreError, match="nothing was consumed for 1 s, with 7 samples"):
         wait_for_room(
             Watermark(samples=4),

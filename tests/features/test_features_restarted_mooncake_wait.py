@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from paused_time import PausedTime
 
 from draftworks.errors import StoreError, StoreLostError
 from draftworks.features import restarted_mooncake
@@ -15,27 +16,14 @@ ATTEMPT_S = 40.0
 DEAD, ALIVE = (MooncakeAddress(f"127.0.0.1:{port}", "toys") for port in (1, 2))
 
 
-class Clock:
-    """Time that goes by in pauses and attempts only."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> PausedTime:
+    clock = PausedTime()
     monkeypatch.setattr(restarted_mooncake, "time", clock)
     return clock
 
 
-def open_slowly(clock: Clock, file: Path, then: MooncakeAddress):
+def open_slowly(clock: PausedTime, file: Path, then: MooncakeAddress):
     """Return what stands for the store: at the dead address an attempt takes long, and the file changes meanwhile."""
 
     class SlowStore:
