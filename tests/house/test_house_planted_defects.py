@@ -74,13 +74,15 @@ def test_a_defect_that_cannot_be_planted_is_told(tmp_path: Path, before: str, af
 
 FILES = {
     "Makefile": "test:\n\tpytest -m 'not long'\n",
-    "pyproject.toml": "[tool.pytest.ini_options]\ntimeout = 60\nmarkers = ['long', 'slow']\n",
+    "pyproject.toml": "[tool.pytest.ini_options]\ntimeout = 60\npythonpath = ['tests/toys']\nmarkers = ['long', 'slow']\n",
     "sensors/__init__.py": "",
     "jobs/__init__.py": "",
     "sensors/alarm.py": "LIMIT = 3\n\n\ndef is_loud(level):\n    return level > LIMIT\n",
     "jobs/ring.py": "from sensors.alarm import is_loud\n\n\ndef ring(level):\n    return is_loud(level)\n",
     "tests/sensors/test_sensors_alarm.py": "from sensors.alarm import is_loud\n\n\ndef test_five_is_loud():\n    assert is_loud(5)\n",
     "tests/sensors/test_sensors_other.py": "import sensors.alarm\n\n\ndef test_that_fails_always():\n    assert not sensors.alarm\n",
+    "tests/toys/alarm_toys.py": "from sensors.alarm import LIMIT\n",
+    "tests/sensors/test_sensors_toy.py": "from alarm_toys import LIMIT\n\n\ndef test_limit():\n    assert int(LIMIT) == 3\n",
     "tests/sensors/test_sensors_rest.py": "def test_nothing():\n    pass\n",
     "tests/jobs/test_jobs_ring.py": "from jobs.ring import ring\n\n\ndef test_three_rings_not():\n    assert not ring(3)\n",
     "tests/jobs/test_jobs_rest.py": "def test_nothing():\n    pass\n",
@@ -98,8 +100,9 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_near_tests_are_asked_first_then_the_room_and_those_that_import_it(checkout: Path):
     found = ImportMap(checkout).order_stages("sensors/alarm.py")
+    near = [f"tests/sensors/test_sensors_{name}.py" for name in ("alarm", "other", "toy")]
     assert [(stage.name, stage.files) for stage in found] == [
-        ("near", ["tests/sensors/test_sensors_alarm.py", "tests/sensors/test_sensors_other.py"]),
+        ("near", near),
         ("close", ["tests/jobs/test_jobs_ring.py"]),
         ("room", ["tests/sensors/test_sensors_rest.py"]),
         ("jobs", ["tests/jobs/test_jobs_rest.py"]),

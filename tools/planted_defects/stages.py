@@ -1,7 +1,7 @@
 """Which tests are asked about a module, nearest first.
 
-Those of its room that import it or are named after it, a few of other rooms that are close to it, the rest of its room, then
-the rooms that import it, one by one.
+Those of its room that are named after it or close to it by imports, a few of other rooms that are as close, the rest of its
+room, then the rooms that import it, one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 PRODUCT = ("draftworks", "spec_assets", "resources", "jobs", "sensors")
 CLOSE_STEPS, CLOSE_FILES = 2, 12
-"""Test files of other rooms that are asked before the rest of the own room: by steps of imports, and how many at most."""
+"""Test files that are asked before the rest of the own room: by steps of imports, and of other rooms how many at most."""
 _FOLDERS = {"mooncake": "mooncake_room", "sglang": "sglang_room"}
 """Rooms whose tests would shadow a library of the same name."""
 
@@ -44,7 +44,7 @@ class ImportMap:
         room = _find_room(Path(file))
         tests = self._list_tests(distances)
         own = [path for path in tests if _find_room(Path(path)) == room]
-        near = [path for path in own if tests[path] == 1]
+        near = [path for path in own if tests[path] <= CLOSE_STEPS]
         near = list(dict.fromkeys([*self._list_mirrors(Path(file)), *near]))
         close = [path for path in tests if path not in own and tests[path] <= CLOSE_STEPS][:CLOSE_FILES]
         stages = [Stage("near", near), Stage("close", close), Stage("room", self._add_rest(room, own, near))]
