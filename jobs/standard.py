@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import dagster as dg
 
-from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.config.strategies import StrategySpec
 from draftworks.storage.asset_names import (
     FP8_GATE,
     HELDOUT,
@@ -21,7 +21,7 @@ JUDGE_FP8 = "judge_fp8"
 SERVING = dg.AssetSelection.groups("serving")
 
 
-def make_jobs(evals: Sequence[str], decided: Sequence[str] = ()) -> list:
+def make_jobs(evals: Sequence[str], strategies: Sequence[StrategySpec], decided: Sequence[str] = ()) -> list:
     """Return all jobs; `train_{strategy}` exists for each strategy, the others once.
 
     Args:
@@ -34,7 +34,7 @@ def make_jobs(evals: Sequence[str], decided: Sequence[str] = ()) -> list:
     return [
         _define_job("resolve", INPUTS, "Read the inputs again and record their current versions."),
         _define_job("prepare", prepare, "From conversations to captured features."),
-        *(_define_train_job(strategy) for strategy in list_strategies()),
+        *map(_define_train_job, strategies),
         _define_job("evaluate", evaluate, "Measure the drafts that exist, on the eval data of today."),
         _define_job(
             "serve",
@@ -66,14 +66,11 @@ def make_jobs(evals: Sequence[str], decided: Sequence[str] = ()) -> list:
     ]
 
 
-def _define_train_job(strategy: str) -> object:
-    names = [of_strategy(strategy).draft, of_strategy(strategy).report]
-    if resolve_strategy(strategy).exports:
-        names.append(of_strategy(strategy).export)
-    selection = INPUTS | dg.AssetSelection.assets(*names)
-    return _define_job(
-        f"train_{strategy}", selection, f"Train, measure and export the {strategy} draft on features that exist."
-    )
+def _define_train_job(strategy: StrategySpec) -> object:
+    names = of_strategy(strategy.name)
+    made = [names.draft, names.report, *([names.export] if strategy.exports else ())]
+    description = f"Train, measure and export the {strategy.name} draft on features that exist."
+    return _define_job(f"train_{strategy.name}", INPUTS | dg.AssetSelection.assets(*made), description)
 
 
 def _define_job(name: str, selection: dg.AssetSelection, description: str) -> object:

@@ -8,8 +8,9 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.config.strategies import StrategySpec, list_strategies, resolve_strategy
+from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.targets.registry import HELDOUT, ReadOnceRegistry, Registry
+from draftworks.targets.used_strategies import list_used_strategies
 from jobs.pruning import make_prune_job
 from jobs.standard import make_jobs
 from resources.deployment_launcher import make_deployment_launcher
@@ -46,13 +47,15 @@ MODULES = [inputs, data, features]
 def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definitions:
     """Return the Dagster definitions for a registry folder; each deployment has a folder of its own.
 
+    Of strategies that no target uses there are no assets, checks and jobs.
+
     Args:
         module: what the processes of steps are to have imported, which is this one unless another holds the definitions
             of this registry.
     """
     registry, loading = Registry(registry_root), ReadOnceRegistry(registry_root)  # of all that is asked while loading
     targets, evals = make_target_partitions(loading), list_free_eval_names(loading)
-    strategies = [resolve_strategy(name) for name in list_strategies()]
+    strategies = [resolve_strategy(name) for name in list_used_strategies(loading)]
     exported = [strategy for strategy in strategies if strategy.exports]
     in_service = list_promoted_strategies(loading)
     promoted = [strategy for strategy in exported if strategy.name in in_service]
@@ -90,7 +93,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
         assets=[*partition_assets(assets, targets), make_leaderboard_asset(strategies)],
         asset_checks=partition_checks(checks, targets),
         jobs=[
-            *make_jobs(evals, [each.name for each in decided]),
+            *make_jobs(evals, strategies, [each.name for each in decided]),
             make_prune_job(),
             *make_service_jobs(each.name for each in promoted),
             *deciding,

@@ -57,6 +57,13 @@ class Registry:
         """
         return [name for name in self.list_targets() if self._has_word(name, word.encode())]
 
+    def find_in_target_file(self, name: str, pattern: re.Pattern[bytes]) -> set[str]:
+        """Return what a pattern matches in the text of a target's file, not parsed; nothing if it cannot be read."""
+        try:
+            return {match.decode() for match in pattern.findall(self._read_target_file(name))}
+        except (OSError, ValueError):
+            return set()
+
     def load_target(self, name: str) -> TargetSpec:
         """Return one target, after validation of its strategies' options and export formats, and of its launcher.
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+import yaml
 
+from draftworks.config.strategies import list_strategies
 from spec_assets.code_location import build_definitions
 from spec_assets.definitions import REGISTRY
 
@@ -107,8 +109,7 @@ def test_odd_files_take_no_other_target_down(site):
 
 def test_the_jobs_are_those_of_the_design():
     names = {job.name for job in build_definitions(REGISTRY).resolve_all_job_defs()} - {"__ASSET_JOB"}
-    strategies = "eagle3", "dflash", "dflash2", "domino", "dspark", "lilicorr", "mtp", "peagle", "xpress"
-    trainings = {f"train_{name}" for name in strategies}
+    trainings = {"train_eagle3", "train_dflash"}
     rest = {
         "resolve",
         "prepare",
@@ -121,6 +122,26 @@ def test_the_jobs_are_those_of_the_design():
         "everything",
     }
     assert names == trainings | rest
+
+
+@pytest.mark.parametrize("used", [[], ["mtp"], ["dflash", "eagle3"]])
+def test_of_strategies_that_no_target_uses_there_are_no_assets_checks_and_jobs(site, used: list[str]):
+    entry = yaml.safe_load(site.target_file.read_text())
+    site.target_file.write_text(yaml.safe_dump({**entry, "strategies": {name: {} for name in used}}))
+    defs = site.definitions()
+    graph = defs.resolve_asset_graph()
+    assets = {key.to_user_string() for key in graph.get_all_asset_keys()}
+    checked = {key.asset_key.to_user_string() for key in graph.asset_check_keys}
+    jobs = {job.name for job in defs.resolve_all_job_defs()}
+    words = {word for name in assets | checked | jobs for word in name.split("_")}
+    assert words & set(list_strategies()) == set(used)
+    assert {f"{name}_draft" for name in used} <= checked
+    assert {f"train_{name}" for name in used} <= jobs
+
+
+def test_without_any_strategy_there_is_a_leaderboard(site):
+    site.target_file.write_text("model: m\ndataset: d\nstrategies: {}\n")
+    assert site.run("leaderboard", partition=None).success
 
 
 @pytest.mark.parametrize(("job", "asset"), [("judge_fp8", "fp8_gate"), ("compare_thinking", "thinking_comparison")])

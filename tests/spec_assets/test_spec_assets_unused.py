@@ -88,6 +88,7 @@ def test_it_is_recorded_once_for_each_reason():
 
 
 def test_a_run_begins_no_step_of_an_unused_strategy_says_nothing_of_it_and_leaves_no_partition_missing(site):
+    (site.registry / "targets" / "other.yaml").write_text("model: m\ndataset: d\nstrategies: {domino: {}}\n")
     finished = execute(site, "train_domino", "small")
     assert finished.returncode == 0, finished.stderr
     assert "domino_" not in finished.stderr + finished.stdout
