@@ -24,11 +24,14 @@ from sensors.registry import make_registry_sensor
 from sensors.schedules import make_evaluation_schedules
 
 
-def make_sensors(registry: Registry, acting: Sequence[Any] = ()) -> list[dg.SensorDefinition]:
+def make_sensors(
+    registry: Registry, acting: Sequence[Any] = (), decided: Sequence[str] = ()
+) -> list[dg.SensorDefinition]:
     """Return all sensors.
 
     Args:
         acting: jobs that decisions start, see `sensors.acting`; none where no entry has a decision.
+        decided: the strategies that have these jobs.
     """
     deployment = registry.load_deployment()
     status = dg.DefaultSensorStatus.RUNNING if deployment.automation else dg.DefaultSensorStatus.STOPPED
@@ -37,16 +40,18 @@ def make_sensors(registry: Registry, acting: Sequence[Any] = ()) -> list[dg.Sens
         make_reevaluation_sensor(registry.list_targets(), status, deployment.reevaluation_interval_s),
         make_orphan_sensor(registry),
         make_pool_slot_sensor(),
-        *(_make_decision_sensors(registry, acting) if acting else ()),
+        *(_make_decision_sensors(registry, acting, decided) if acting else ()),
         make_notification_sensor(registry),
         *make_observe_sensors(registry),
     ]
 
 
-def _make_decision_sensors(registry: Registry, acting: Sequence[Any]) -> list[dg.SensorDefinition]:
+def _make_decision_sensors(
+    registry: Registry, acting: Sequence[Any], decided: Sequence[str]
+) -> list[dg.SensorDefinition]:
     from sensors.acting import make_decision_sensors  # where no entry has a decision, loading imports nothing of them
 
-    return make_decision_sensors(registry, acting)
+    return make_decision_sensors(registry, acting, decided)
 
 
 def make_schedules(registry: Registry) -> list[dg.ScheduleDefinition]:

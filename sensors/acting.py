@@ -13,12 +13,13 @@ import dagster as dg
 
 from draftworks.decision.budget import Correction, Outcome
 from draftworks.decision.fleet_state import FleetReader, Outdated
-from draftworks.decision.queue import Action, Step
+from draftworks.decision.queue import Action, FleetState, Step
 from draftworks.decision.record import Choice, Decision
 from draftworks.errors import DraftworksError
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
+from draftworks.targets.used_strategies import describe_new_strategy
 from jobs.acting import name_training_job
 from resources.workspace import Workspace
 from sensors.charged_runs import CHARGE_TAG, settle
@@ -30,11 +31,14 @@ DO_NOT_COUNT = ("resolve", "serve")
 """Jobs that may run at the same time as a training of the same target."""
 
 
-def make_decision_sensors(registry: Registry, jobs: Sequence[Any]) -> list[dg.SensorDefinition]:
+def make_decision_sensors(
+    registry: Registry, jobs: Sequence[Any], strategies: Collection[str]
+) -> list[dg.SensorDefinition]:
     """Return the sensor, on where the deployment has a budget; none without a strategy that has a decision.
 
     Args:
         jobs: `tune_`, `retrain_` and `decide_{strategy}`, see `jobs.acting`.
+        strategies: those that have these jobs.
     """
     if not jobs:
         return []
@@ -52,7 +56,7 @@ def make_decision_sensors(registry: Registry, jobs: Sequence[Any]) -> list[dg.Se
     def act(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult:
         asked: dict[str, str] = json.loads(context.cursor) if context.cursor else {}
         try:
-            tick = Tick(FleetReader(workspace.registry), context.instance, time.time())
+            tick = Tick(FleetReader(workspace.registry), context.instance, time.time(), strategies)
             steps, requests = tick.act()
             again = tick.request_decisions(asked)
         except DraftworksError as error:
@@ -73,10 +77,16 @@ def make_decision_sensors(registry: Registry, jobs: Sequence[Any]) -> list[dg.Se
 
 
 class Tick:
-    """One look of the sensor: corrects the ledger, charges what starts, and requests its runs."""
+    """One look of the sensor: corrects the ledger, charges what starts, and requests its runs.
 
-    def __init__(self, reader: FleetReader, instance: dg.DagsterInstance, now: float) -> None:
-        self._reader, self._now = reader, now
+    Args:
+        strategies: those whose jobs exist; None: all.
+    """
+
+    def __init__(
+        self, reader: FleetReader, instance: dg.DagsterInstance, now: float, strategies: Collection[str] | None = None
+    ) -> None:
+        self._reader, self._now, self._strategies = reader, now, strategies
         # Before the results are read: what a run publishes during this tick is left to the next one.
         runs = find_runs_under_way(instance, DO_NOT_COUNT)
         self._busy = {target: describe_run(run) for target, run in runs.items()}
@@ -87,8 +97,17 @@ class Tick:
         state = reader.read(self._busy, without=settlement.unsubmitted)
         self._outdated = reader.find_outdated(state.decisions)
         blocking = {key: found.reason for key, found in self._outdated.items() if found.blocks}
-        self._state = replace(state, outdated=blocking)
+        self._state = replace(state, outdated={**blocking, **self._explain_missing_jobs(state), **state.outdated})
         self.damaged = state.damaged
+
+    def _has_jobs(self, strategy: str) -> bool:
+        return self._strategies is None or strategy in self._strategies
+
+    def _explain_missing_jobs(self, state: FleetState) -> dict[tuple[str, str], str]:
+        """Return why no run can start for a decision, by target and strategy: no entry had a decision about the
+        strategy when the code location was loaded."""
+        keys = [(each.target, each.strategy) for each in state.decisions]
+        return {key: describe_new_strategy(key[1]) for key in keys if not self._has_jobs(key[1])}
 
     def act(self) -> tuple[list[Step], list[dg.RunRequest]]:
         """Charge what starts now, and return all steps, and a request for each run that is charged.
@@ -116,7 +135,7 @@ class Tick:
         return [
             request
             for (target, strategy), outdated in sorted(self._outdated.items())
-            if target not in self._busy
+            if target not in self._busy and self._has_jobs(strategy)
             for request in [request_decision(target, strategy, outdated)]
             if asked.get(_name(request)) != request.run_key
         ]

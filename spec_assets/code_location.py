@@ -100,7 +100,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
             *training,
             *make_observe_jobs(in_production),
         ],
-        sensors=make_sensors(registry, [*deciding, *training]),
+        sensors=make_sensors(registry, [*deciding, *training], [each.name for each in decided]),
         schedules=make_schedules(registry),
         resources={
             "workspace": workspace,

@@ -82,6 +82,13 @@ class FleetReader:
             ledger=Ledger({key: entry for key, entry in ledger.entries.items() if key not in without}),
             budget=deployment.budget,
             answers=answers,
+            outdated={
+                (each.target, each.strategy): f"its entry does not use the strategy {each.strategy} any more"
+                for each in decisions
+                if each.target in calling
+                and targets[each.target].problem is None
+                and each.strategy not in targets[each.target].ranks
+            },
             damaged=damaged,
         )
 

@@ -45,7 +45,7 @@ def decisions(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         state = reader.read(busy={})
         outdated = reader.find_outdated(state.decisions)
         blocking = {key: found.reason for key, found in outdated.items() if found.blocks}
-        steps = reader.plan(replace(state, outdated=blocking), now)
+        steps = reader.plan(replace(state, outdated={**blocking, **state.outdated}), now)
     except DraftworksError as error:
         raise report_error(error) from None
     for line in state.damaged:

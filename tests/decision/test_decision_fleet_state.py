@@ -74,3 +74,14 @@ def test_a_damaged_decision_is_told_and_the_others_go_on(acting: ActingFleet):
     assert [each.target for each in state.decisions] == ["kept"]
     [told] = state.damaged
     assert "it is decided again" in told
+
+
+def test_a_decision_about_a_strategy_that_its_entry_does_not_use_is_outdated_if_it_calls_for_something(
+    acting: ActingFleet,
+):
+    assert acting.reader.read({}).outdated == {}
+    for target in ("kept", "wanted"):
+        path = acting.fleet.target_file(target)
+        path.write_text(path.read_text() + "strategies: {dflash: {}}\n")
+    reason = "its entry does not use the strategy eagle3 any more"
+    assert acting.reader.read({}).outdated == {("wanted", "eagle3"): reason}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+import yaml
 from acting_fleet import ActingFleet, start_run
 from decision_toys import NOW
 from kill_points import killed_before
@@ -180,8 +181,13 @@ def test_equal_reasons_are_one_line():
     assert explain_tick(steps) == "wait: a eagle3, b eagle3: no budget; kept: 1 draft"
 
 
-def evaluate(acting: ActingFleet, instance: dg.DagsterInstance, cursor: str | None = None):
-    definitions = build_definitions(acting.fleet.registry)
+def evaluate(
+    acting: ActingFleet,
+    instance: dg.DagsterInstance,
+    cursor: str | None = None,
+    definitions: dg.Definitions | None = None,
+):
+    definitions = definitions or build_definitions(acting.fleet.registry)
     sensor = definitions.get_repository_def().get_sensor_def("decision_sensor")
     resources = {"workspace": acting.fleet.workspace}
     context = dg.build_sensor_context(instance=instance, cursor=cursor, definitions=definitions, resources=resources)
@@ -213,3 +219,36 @@ def test_a_damaged_ledger_starts_nothing_and_says_so(acting: ActingFleet, instan
     _, result = evaluate(acting, instance)
     assert not result.run_requests
     assert "budget.jsonl: line 1" in str(result.skip_message)
+
+
+def test_a_strategy_that_is_new_since_the_code_location_was_loaded_waits_for_a_reload_and_then_starts(
+    acting: ActingFleet, instance: dg.DagsterInstance
+):
+    before = build_definitions(acting.fleet.registry)
+    acting.add("three", strategy="dflash", loss=0.4)
+    acting.add("four", Choice.KEEP, strategy="dflash")
+    acting.serve("four", "other", "dflash")
+    _, result = evaluate(acting, instance, definitions=before)
+    assert {(each.job_name, each.partition_key) for each in result.run_requests} == {
+        ("retrain_eagle3", "one"),
+        ("retrain_eagle3", "two"),
+    }
+    assert set(entries(acting)) == {"one", "two"}
+    steps, _ = Tick(acting.reader, instance, time.time(), ["eagle3"]).act()
+    told = {step.target: step.reason for step in steps}
+    assert told["three"] == "strategy dflash is new to this code location: reload it (in the UI under Deployment)"
+    acting.set_budget(20.0)
+    _, result = evaluate(acting, instance, result.cursor)
+    found = {(each.job_name, each.partition_key) for each in result.run_requests}
+    assert found >= {("retrain_dflash", "three"), ("decide_dflash", "four")}
+
+
+def test_a_decision_about_a_strategy_that_its_entry_dropped_starts_nothing(
+    acting: ActingFleet, instance: dg.DagsterInstance
+):
+    entry = yaml.safe_load(acting.fleet.target_file("one").read_text())
+    acting.fleet.target_file("one").write_text(yaml.safe_dump({**entry, "strategies": {"dflash": {}}}))
+    steps, requests = tick(acting, instance)
+    assert [request.partition_key for request in requests] == ["two"]
+    assert steps["one"].reason == "its entry does not use the strategy eagle3 any more"
+    assert set(entries(acting)) == {"two"}

@@ -44,15 +44,21 @@ class ActingFleet:
 
     def add(self, target: str, choice: Choice = Choice.RETRAIN, act: str = "retrain", **decision: Any) -> Decision:
         """A target with a draft in service, and a decision about it."""
-        self.fleet.add(target, service={}, decision={"act": act, **decision.pop("settings", {})})
-        self.serve(target, "served")
+        strategy = decision.get("strategy", "eagle3")
+        settings = {"act": act, **decision.pop("settings", {})}
+        own = {} if strategy == "eagle3" else {"strategies": {strategy: {}}}
+        self.fleet.add(target, service={}, decision=settings, **own)
+        self.serve(target, "served", strategy)
         return self.decide(target, choice, **decision)
 
-    def serve(self, target: str, draft: str) -> None:
-        register = ServiceRegister(self.var, target, "eagle3")
+    def serve(self, target: str, draft: str, strategy: str = "eagle3") -> None:
+        register = ServiceRegister(self.var, target, strategy)
         now = register.find()
         made = replace(
-            record(1 if now is None else now.number + 1, draft), target=target, draft=served(draft, "0" * 16)
+            record(1 if now is None else now.number + 1, draft),
+            target=target,
+            strategy=strategy,
+            draft=served(draft, "0" * 16),
         )
         register.replace(None if now is None else now.draft.digest, lambda _: made)
 
