@@ -20,9 +20,12 @@ from dagster._core.execution.plan.execute_plan import inner_plan_execution_itera
 from dagster._core.system_config.objects import ResolvedRunConfig
 from dagster_shared.error import SerializableErrorInfo
 
+from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.targets.registry import Registry
+from draftworks.targets.used_strategies import describe_new_strategy
 from resources.run_problems import RunProblems
+from spec_assets.new_strategies import find_left_out_strategies, list_assets_of_job, to_names
 from spec_assets.places import require_places
 from spec_assets.pools import assign_pools
 from spec_assets.run_record import end_with_record
@@ -79,6 +82,7 @@ class RunExecutor(dg.Executor):
                 check_partition(self._registry, plan_context.dagster_run.tags)
         if not os.environ.get(HOME):
             plan_context.log.warning(UNRECORDED)
+        self._tell_of_new_strategies(plan_context, execution_plan)
         problems = RunProblems()
         try:
             with end_with_record(plan_context.instance, plan_context.run_id):
@@ -129,7 +133,8 @@ class RunExecutor(dg.Executor):
     def _select_used_part(self, plan_context: Any, plan: Any) -> Any:
         """Return the plan without the steps of unused assets, and record these assets as unused."""
         target = plan_context.dagster_run.tags.get(PARTITION_TAG)
-        reasons = self._find_reasons(target)
+        spec = self._find_target(target)
+        reasons = {} if spec is None else find_unused_assets(spec, self._registry)
         assets_of = {step.key: list_assets_of_step(step) for step in plan.steps}
         unused = {asset for assets in assets_of.values() for asset in assets if asset.to_user_string() in reasons}
         if not unused:
@@ -139,15 +144,23 @@ class RunExecutor(dg.Executor):
         used = [key for key in plan.step_keys_to_execute if not assets_of[key] or assets_of[key] - unused]
         return self._build_subset(plan_context, plan, used)
 
-    def _find_reasons(self, target: str | None) -> dict[str, str]:
-        """Return the reason for each unused asset; nothing if the entry cannot be read, which its first step
-        reports."""
-        if target is None:
-            return {}
+    def _tell_of_new_strategies(self, plan_context: Any, plan: Any) -> None:
+        """Log a warning for each strategy of the target that the code location did not have when it started the run."""
+        run = plan_context.dagster_run
+        target = self._find_target(run.tags.get(PARTITION_TAG))
+        if target is None or (run.step_keys_to_execute is None and run.asset_selection is None):
+            return
+        steps = (plan.get_step_by_key(key) for key in plan.step_keys_to_execute)
+        chosen = to_names(set().union(*map(list_assets_of_step, steps)))
+        for name in find_left_out_strategies(target, list_assets_of_job(self._job, run.job_name), chosen):
+            plan_context.log.warning(f"{describe_new_strategy(name)}. This run was started without its assets")
+
+    def _find_target(self, name: str | None) -> TargetSpec | None:
+        """Return the run's target; None without one, or if its entry cannot be read, which its first step reports."""
         try:
-            return find_unused_assets(self._registry.load_target(target), self._registry)
+            return None if name is None else self._registry.load_target(name)
         except DraftworksError:
-            return {}
+            return None
 
 
 def execute_here(plan_context: Any, plan: Any) -> Iterator[dg.DagsterEvent]:
