@@ -57,7 +57,8 @@ def _execute(options: argparse.Namespace) -> int:
         create_dagster_cli().main(command, prog_name="dagster", standalone_mode=False)
     except (click.UsageError, DraftworksError, dg.DagsterError) as error:
         reason = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        print(f"error: {describe_instance_problem(error) or reason}", file=sys.stderr)
+        reason = describe_instance_problem(error) or reason + explain_missing_job(options.job, reason)
+        print(f"error: {reason}", file=sys.stderr)
         return MISUSED
     except click.ClickException:
         return FAILED
@@ -68,6 +69,16 @@ def _execute(options: argparse.Namespace) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return FAILED
     return 0
+
+
+def explain_missing_job(job: str, reason: str) -> str:
+    """Return more about a job that is not found where it is of a strategy that no target uses, which has no jobs."""
+    from draftworks.config.strategies import list_strategies
+
+    strategy = next((name for name in list_strategies() if job.endswith(f"_{name}")), None)
+    if strategy is None or "not found" not in reason or f"train_{strategy}" in reason.replace(f'Job "{job}"', "", 1):
+        return ""
+    return f". No target of the registry uses the strategy {strategy}: name it in the entry, under strategies"
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -39,6 +39,22 @@ def test_an_unknown_job_is_told_with_those_there_are(location, capsys):
     assert "prepare" in told
 
 
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ("train_dflash", "No target of the registry uses the strategy dflash"),
+        ("promote_dflash", "No target of the registry uses the strategy dflash"),
+        ("promote_eagle3", ""),
+    ],
+)
+def test_a_job_of_a_strategy_that_no_target_uses_is_told_so(location, capsys, job, told):
+    assert main([job, "--target", "small", "-f", str(location)]) == MISUSED
+    said = capsys.readouterr().err
+    assert f'Job "{job}" not found' in said
+    assert told in said
+    assert told or "uses the strategy" not in said
+
+
 def test_a_run_config_with_an_unknown_key_is_told_without_a_traceback(location, capsys, tmp_path):
     (tmp_path / "more.yaml").write_text("opps: {}\n")
     assert main(["prepare", "--target", "small", "-f", str(location), "-c", str(tmp_path / "more.yaml")]) == MISUSED

@@ -72,3 +72,30 @@ def test_the_hook_decides_the_exit_code_and_not_what_is_in_service(tmp_path: Pat
     again = call(site, "promote")
     assert again.exit_code == 0
     assert ("has confirmed" in again.stdout) == bool(exit_code)  # one that has succeeded is not called again
+
+
+def test_the_drafts_of_a_strategy_that_an_entry_dropped_stay_and_go_back_as_before(site: ServiceSite):
+    pinned, loose = site.publish("e", 0.1), site.publish("f", 0.1)
+    drafts = [site.publish(name, accepted) for name, accepted in (("a", 1.0), ("b", 1.2), ("c", 1.4), ("d", 1.6))]
+    for draft, more in zip(drafts, [[], [], [], ["--canary", "0.5"]], strict=True):
+        assert call(site, "promote", "--draft", draft, *more).exit_code == 0
+    on_registry = ("--registry", str(site.registry))
+    pin = ("pin", "small", "eagle3_draft", "--digest", pinned[:8], "--why", "for a paper")
+    assert CliRunner().invoke(app, [*pin, *on_registry]).exit_code == 0
+
+    path = site.registry / "targets" / "small.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "strategies": {"dflash": {}}}))
+    (site.registry / "deployment.yaml").write_text("var: ../var\nretention: {keep_days: 0}\n")
+    shown = call(site, "in-service", "--history").stdout
+    assert f"canary {drafts[3]} gets 50%" in shown
+    assert "pinned" in CliRunner().invoke(app, ["usage", *on_registry]).stdout
+    assert CliRunner().invoke(app, ["prune", "--yes", *on_registry]).exit_code == 0
+    for draft in (*drafts, pinned):
+        assert (site.root / "var" / "eagle3_draft" / "small" / draft).is_dir(), draft
+    assert not (site.root / "var" / "eagle3_draft" / "small" / loose).exists()
+    assert len(list((site.root / "var" / "eagle3_report" / "small").glob("*/"))) >= len(drafts)
+    assert call(site, "rollback", "--why", "the canary is slow").exit_code == 0
+    assert call(site, "rollback", "--why", "so is the draft").exit_code == 0
+    assert f"rollback: draft {drafts[1]}" in call(site, "in-service").stdout
+    assert Path(call(site, "in-service", "--folder").stdout.strip()).joinpath("model.safetensors").exists()
+    assert "does not use this strategy; it has dflash" in call(site, "promote", "--draft", drafts[3]).stderr

@@ -12,7 +12,7 @@ import yaml
 from dagster._core.definitions.reconstruct import ReconstructableRepository
 from dagster._core.execution.api import create_execution_plan, execute_run
 
-from draftworks.config.registry_files import TargetSpec
+from draftworks.config.registry_files import StrategyEntry, TargetSpec
 from spec_assets.executor import RunExecutor
 from spec_assets.new_strategies import find_left_out_strategies
 
@@ -85,6 +85,17 @@ def test_a_run_that_names_its_job_alone_has_the_strategies_of_today(site, instan
     assert "mtp" not in said
 
 
+def test_what_was_made_of_a_strategy_that_no_entry_names_any_more_stays_in_the_instance(site, instance):
+    use(site, "eagle3", "dflash")
+    draft = dg.AssetKey("dflash_draft")
+    instance.report_runless_asset_event(dg.AssetMaterialization(draft, partition="small", metadata={"steps": 7}))
+    use(site, "eagle3")
+    assert draft not in site.definitions().resolve_asset_graph().get_all_asset_keys()
+    assert draft in instance.get_asset_keys()
+    assert instance.get_materialized_partitions(draft) == {"small"}
+    assert instance.get_latest_materialization_event(draft).asset_materialization.metadata["steps"].value == 7
+
+
 def test_who_chooses_single_assets_is_told_nothing(site, instance):
     use(site, "eagle3", "dflash")
     assert TOLD not in start(site, instance, site.definitions().resolve_job_def("everything"), "one asset")
@@ -103,7 +114,9 @@ def test_who_chooses_single_assets_is_told_nothing(site, instance):
     ],
 )
 def test_a_strategy_is_new_where_nothing_but_its_assets_is_left_out(left, found):
-    target = TargetSpec(name="one", model="m", dataset="d", strategies={"eagle3": {}, "dflash": {}, "mtp": {}})
+    target = TargetSpec(
+        name="one", model="m", dataset="d", strategies=dict.fromkeys(("eagle3", "dflash", "mtp"), StrategyEntry())
+    )
     whole = {f"{name}_{kind}" for name in ("eagle3", "dflash") for kind in ("draft", "report", "recipe")} | {
         "leaderboard"
     }
