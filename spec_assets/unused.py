@@ -1,4 +1,4 @@
-"""Finds and records the assets that a target does not use: of other strategies and eval sets, exports that it turns off.
+"""Finds and records the assets that a target does not use: of strategies and eval sets of others, exports that it turns off.
 
 Dagster requires one partitions definition for all assets of a job, so every asset has a partition for every target. A
 run leaves out the assets that its target does not use (`spec_assets.executor`), and records once that nothing is missing.
