@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from processes import ends
+from processes import wait_until_ended
 
 from draftworks.distributed import parent_death
 
@@ -30,7 +30,7 @@ def test_child_dies_when_its_parent_is_killed(way: str) -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         assert parent.stdout.readline() == "on\n"
         parent.kill()
-        assert ends(child, within_s=20)
+        wait_until_ended(child)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
@@ -63,4 +63,4 @@ def test_a_command_dies_with_a_parent_that_ignores_and_blocks_the_signal() -> No
         while child.name() != "sleep" and time.monotonic() < by:
             time.sleep(0.02)
         parent.kill()
-        assert ends(child, within_s=20)
+        wait_until_ended(child)

@@ -13,7 +13,7 @@ from threading import Event
 import psutil
 import pytest
 from mooncake_toys import SHORT_TTL_S, build_options, running_mooncake
-from processes import ends, lives
+from processes import lives, wait_until_ended
 
 from draftworks.errors import ConfigError, StoreError, StoreLostError
 from draftworks.mooncake.address import MooncakeAddress
@@ -101,7 +101,7 @@ def test_both_processes_end_with_a_killed_parent(tmp_path: Path):
     assert all(map(lives, children))
     parent.kill()
     parent.wait()
-    assert all(ends(child, within_s=60) for child in children)
+    wait_until_ended(*children)
 
 
 def test_memory_that_there_is_not_is_told_with_the_owners_log(tmp_path: Path):

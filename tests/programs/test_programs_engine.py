@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from processes import ends
+from processes import wait_until_ended
 from sglang_toys import SGLANG
 from typer.testing import CliRunner
 
@@ -100,7 +100,7 @@ def test_captures_and_answers_find_in_it_what_their_entry_asks_for(registry: Pat
         processes = [psutil.Process(serving.pid), *psutil.Process(serving.pid).children(recursive=True)]
         assert len(processes) > 1
         serving.send_signal(signal.SIGINT)
-        assert all(ends(process, ENDS_WITHIN_S) for process in processes)
+        wait_until_ended(*processes)
         assert serving.wait() == 0
     finally:
         serving.kill()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 from frame_program import FrameRun
-from processes import ends
+from processes import wait_until_ended
 
 from draftworks.config.run_files import COPY_VARIABLE, CaptureRun, ExportRun, TargetFiles
 from draftworks.errors import ConfigError, StoreError
@@ -134,7 +134,7 @@ def test_repeated_signals_to_every_process_let_all_ranks_save(first: signal.Sign
             process.send_signal(signum)
     torchrun.terminate()
     _, err = torchrun.communicate(timeout=40)
-    assert all(ends(rank, within_s=40) for rank in ranks)
+    wait_until_ended(*ranks)
     assert (tmp_path / "out" / "saved-0").exists(), err
     assert (tmp_path / "out" / "saved-1").exists(), err
 
@@ -144,7 +144,7 @@ def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     torchrun, ranks = started_ranks("wait", tmp_path)
     torchrun.kill()
     torchrun.communicate(timeout=40)
-    assert all(ends(rank, within_s=40) for rank in ranks)
+    wait_until_ended(*ranks)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"saved-0", "saved-1"}
 
 
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_stop_die_some_time_after_torchrun(tmp_path: Path) -> 
     torchrun, ranks = started_ranks("stuck", tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     torchrun.kill()
     torchrun.communicate(timeout=40)
-    assert all(ends(rank, within_s=40) for rank in ranks)
+    wait_until_ended(*ranks)
 
 
 def test_progress_is_limited_and_from_rank_0(capsys: pytest.CaptureFixture[str]) -> None:

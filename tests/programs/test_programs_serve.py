@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from fake_speculating_sglang import Script, fake_python
-from processes import ends
+from processes import wait_until_ended
 
 from draftworks.config.run_files import ServeRun, TargetFiles
 from draftworks.config.serving import ServingSpec
@@ -91,9 +91,9 @@ def test_a_program_that_is_cancelled_or_killed_leaves_no_server(tiny_target, tmp
         server = child.parent()
         program.send_signal(signum)
         assert program.wait(120) == (128 + signum if signum == signal.SIGTERM else -signum)
-        assert ends(server, within_s=60)
+        wait_until_ended(server)
         if signum == signal.SIGTERM:  # who is killed cannot look after a server's children: SGLang's own end with it
-            assert ends(child, within_s=60)
+            wait_until_ended(child)
     finally:
         program.kill()
         program.wait()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
-from processes import ends, lives
+from processes import lives, wait_until_ended
 
 from draftworks.sglang import child_lifetime
 
@@ -35,7 +35,7 @@ def test_what_it_spawns_dies_with_us_from_its_first_moment_on(tmp_path: Path):
     assert lives(child)
     owner.kill()
     owner.wait()
-    assert ends(child, within_s=60)
+    wait_until_ended(child)
 
 
 PROGRAM = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from answer_toys import answering_run, conversation, rows_of, spelt
 from capture_toys import random_rows
-from processes import ends
+from processes import wait_until_ended
 from sglang_toys import SGLANG, sglang_engine
 from thinking import thinking_target
 
@@ -143,7 +143,7 @@ def test_two_servers_share_the_work_and_one_that_is_killed_is_done_without(
             process = psutil.Process(second.pid)
             for each in [*process.children(recursive=True), process]:
                 each.kill()
-            assert ends(process, within_s=60)
+            wait_until_ended(process)
         for found, wanted in zip(engine.capture(rows, TAPS), streams, strict=True):
             assert all(torch.allclose(found[name], wanted[name], atol=1e-4) for name in wanted)
         assert engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200) == answers

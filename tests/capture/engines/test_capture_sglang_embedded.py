@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_engine import Wishes, fake_engine
 from fake_sglang import HIDDEN, VOCAB
-from processes import ends
+from processes import wait_until_ended
 
 from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
 from draftworks.capture.engines.sglang_engine import SGLangEngine
@@ -103,7 +103,7 @@ def test_a_process_of_it_that_fails_ends_the_batch_not_us_and_it_is_started_agai
     wishes.faults = ["crash"]
     assert capture_first_ids(engine, ROWS) == [7, 4]
     assert len(wishes.made) == 2
-    assert ends(wishes.processes[0], within_s=60)
+    wait_until_ended(wishes.processes[0])
 
 
 def test_a_failure_that_lasts_is_told_after_the_last_attempt(engine, wishes):
@@ -137,7 +137,7 @@ def test_closing_ends_the_requests_of_other_threads_and_every_process(engine, wi
         engine.close()
         with pytest.raises(EngineError, match="the engine was closed"):
             waiting.result()
-    assert ends(wishes.processes[0], within_s=60)
+    wait_until_ended(wishes.processes[0])
     assert not wishes.threads[0].is_alive()
 
 
@@ -154,7 +154,7 @@ def test_an_engine_that_is_never_ready_is_ended_with_its_processes(wishes, tmp_p
     wishes.ready = False
     with pytest.raises(EngineError, match=r"was not ready within 1 s \(sglang.start_timeout_s"):
         make_engine(tmp_path / "engine", PATIENT.model_copy(update={"start_timeout_s": 1}))
-    assert all(ends(process, within_s=60) for process in wishes.processes)
+    wait_until_ended(*wishes.processes)
     assert signal.getsignal(signal.SIGQUIT) == before
 
 

@@ -12,7 +12,7 @@ import embedded_owner
 import psutil
 import pytest
 from capture_toys import capture_run, random_rows
-from processes import ends, lives
+from processes import lives, wait_until_ended
 from sglang_toys import SGLANG
 from torch import Tensor
 
@@ -123,4 +123,4 @@ def test_threads_get_the_answers_of_transformers_and_a_kill_leaves_no_process(ti
     assert len([process for process in processes if lives(process)]) >= 2
     owner.kill()
     owner.wait()
-    assert all(ends(process, within_s=60) for process in processes)
+    wait_until_ended(*processes)

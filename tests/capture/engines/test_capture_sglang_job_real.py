@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from capture_toys import random_rows
-from processes import ends
+from processes import wait_until_ended
 from sglang_toys import CPU, SGLANG, capture_spec
 
 from draftworks.capture.engine import EnginePlace, load_engine
@@ -112,7 +112,7 @@ def test_a_rank_whose_server_died_goes_on_with_the_others_and_has_it_again(ranks
     dead, address = psutil.Process(own.pid), first.url
     for process in [*dead.children(recursive=True), dead]:
         process.kill()
-    assert ends(dead, within_s=60)
+    wait_until_ended(dead)
     assert_same_bytes(before, capture_one_by_one(first))  # by the other rank's server, while its own starts
     assert first.generate(ROWS[:2], sampling, ["a", "b"], 200) == answers
     deadline = time.monotonic() + WAIT_S
@@ -129,6 +129,6 @@ def test_nothing_of_closed_ranks_is_left(ranks):
     assert {slot.rank for slot in servers.list_names()} == {0, 1}
     processes = [psutil.Process(host_of(engine)._own[0].pid) for engine in ranks]
     close_all(ranks)
-    assert all(ends(process, within_s=60) for process in processes)
+    wait_until_ended(*processes)
     assert servers.list_names() == {}
     assert not any(host_of(engine).spool.exists() for engine in ranks)

@@ -16,7 +16,7 @@ import pytest
 import sglang_toys
 import torch
 from capture_toys import capture_run, changed_copy, random_rows
-from processes import ends
+from processes import wait_until_ended
 from sglang_toys import CHUNK, CPU, SGLANG, capture_spec, random_qwen3, sglang_engine, taps_of
 from torch import Tensor
 
@@ -242,7 +242,7 @@ def test_a_cancelled_capture_leaves_no_process(tiny_target, tmp_path):
         time.sleep(0.1)
     program.send_signal(signal.SIGTERM)
     assert program.wait(120) == 128 + signal.SIGTERM
-    assert all(ends(process, within_s=60) for process in processes)
+    wait_until_ended(*processes)
 
 
 def test_a_killed_owner_leaves_no_process(lossy):
@@ -250,7 +250,7 @@ def test_a_killed_owner_leaves_no_process(lossy):
     assert len(lossy.processes) >= 3
     lossy.owner.kill()
     lossy.owner.wait()
-    assert all(ends(process, within_s=60) for process in lossy.processes)
+    wait_until_ended(*lossy.processes)
 
 
 def test_a_server_whose_weights_were_replaced_is_refused(tiny_target: TargetFiles, tmp_path: Path):
