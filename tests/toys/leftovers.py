@@ -1,0 +1,192 @@
+"""What a module of tests leaves behind: processes, ports that are listened on, files of shared memory.
+
+Only what is this worker's own counts: its descendants, orphans whose environment has its mark, its own sockets.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from processes import kill_all, lives
+
+MARK = "DRAFTWORKS_TESTS"
+SERVERS = ("rank_server.py", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
+"""Words in the command of what lives as long as its worker; what such a server forks does not."""
+LEAVE_S = 10.0
+"""How long what is about to end may still be there: only what is left after it is told."""
+SHARED_MEMORY = Path("/dev/shm")
+_LISTENING = "0A"
+
+
+@dataclass
+class LeftoverWatch:
+    """Tells what has come since `begin` and is still there; what fixtures of the session have started is left out.
+
+    Attributes:
+        alone: no other worker makes files of shared memory meanwhile, so each new one is this worker's.
+    """
+
+    leave_s: float = LEAVE_S
+    alone: bool = field(default_factory=lambda: "PYTEST_XDIST_WORKER" not in os.environ)
+    _mark: bytes = b""
+    _pids: set[int] = field(default_factory=set)
+    _sockets: set[str] = field(default_factory=set)
+    _files: set[str] = field(default_factory=set)
+    _lasting: set[psutil.Process] = field(default_factory=set)
+    _excused: list[Callable[[], Iterable[psutil.Process]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        own = f"{os.getpid()}.{psutil.Process().create_time():.2f}"
+        os.environ[MARK] = own
+        self._mark = f"{MARK}={own}".encode()
+
+    def begin(self) -> None:
+        """Take what there is now for granted."""
+        self._pids, self._sockets, self._files = set(psutil.pids()), _list_sockets(), _list_files()
+
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        """Take what comes within the block for granted, with all that these processes start later."""
+        pids, sockets, files = set(psutil.pids()), _list_sockets(), _list_files()
+        yield
+        self._lasting.update(self._find_own(set(psutil.pids()) - pids))
+        self._sockets |= _list_sockets() - sockets
+        self._files |= _list_files() - files
+
+    def excuse(self, find: Callable[[], Iterable[psutil.Process]]) -> None:
+        """Take the processes that `find` returns for granted, whenever they were started."""
+        self._excused.append(find)
+
+    def end(self) -> list[str]:
+        """Return what is left, in words; its processes are killed and its files are removed."""
+        left = self._find()
+        ends = time.monotonic() + self.leave_s
+        while any(left) and time.monotonic() < ends:
+            gc.collect()  # a socket in a circle of objects is closed by it
+            time.sleep(0.05)
+            left = self._find()
+        processes, sockets, files = left
+        told = [_describe(each) for each in processes]
+        told += [f"port {port} is still listened on by this process" for port in sockets]
+        told += [f"file {SHARED_MEMORY / name}" for name in files]
+        kill_all(processes)
+        for name in files:
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        return told
+
+    def _find(self) -> _Left:
+        processes = self._list_left(set(psutil.pids()) - self._pids)
+        new = _list_sockets() - self._sockets
+        return _Left(processes, _list_listening(new) if new else [], self._list_own_files(processes))
+
+    def _list_left(self, pids: set[int]) -> list[psutil.Process]:
+        found = self._find_own(pids)
+        if not found:
+            return []
+        excused = self._lasting.union(*(find() for find in self._excused))
+        return [
+            each
+            for each in found
+            if lives(each) and each not in excused and excused.isdisjoint(_list_parents(each)) and not _is_server(each)
+        ]
+
+    def _find_own(self, pids: set[int]) -> list[psutil.Process]:
+        """Return those that this process has started, or one that it has started."""
+        own, found = psutil.Process(), []
+        for pid in sorted(pids):
+            with suppress(psutil.Error, OSError):
+                process = psutil.Process(pid)
+                marked = self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if marked or own in _list_parents(process):
+                    found.append(process)
+        return found
+
+    def _list_own_files(self, processes: list[psutil.Process]) -> list[str]:
+        new = _list_files() - self._files
+        if not new or self.alone:
+            return sorted(new)
+        own = [os.getpid(), *(each.pid for each in processes)]
+        mapped = "".join(_read_maps(pid) for pid in own)
+        return sorted(name for name in new if str(SHARED_MEMORY / name) in mapped)
+
+
+@dataclass(frozen=True)
+class _Left:
+    processes: list[psutil.Process]
+    ports: list[str]
+    files: list[str]
+
+    def __iter__(self) -> Iterator[list]:
+        return iter((self.processes, self.ports, self.files))
+
+
+def is_supported() -> bool:
+    """Whether this system tells what is asked here: in /proc."""
+    return sys.platform == "linux"
+
+
+def _list_parents(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return process.parents()
+    return []
+
+
+def _is_server(process: psutil.Process) -> bool:
+    """Whether it is a server itself, and no fork of one, which has its command."""
+    with suppress(psutil.Error):
+        command, parent = process.cmdline(), process.parent()
+        is_one = any(server in word for word in command for server in SERVERS)
+        return is_one and (parent is None or parent.cmdline() != command)
+    return True  # it has ended meanwhile
+
+
+def _list_sockets() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:["):
+                found.add(link[len("socket:[") : -1])
+    return found
+
+
+def _list_listening(inodes: set[str]) -> list[str]:
+    """Return the ports of those sockets that accept connections."""
+    ports = []
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == _LISTENING and words[9] in inodes:
+                    ports.append(str(int(words[1].rpartition(":")[2], 16)))
+    return sorted(ports)
+
+
+def _list_files() -> set[str]:
+    found = set()
+    with suppress(OSError):
+        for entry in os.scandir(SHARED_MEMORY):
+            with suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    found.add(entry.name)
+    return found
+
+
+def _read_maps(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/maps").read_text()
+    return ""
+
+
+def _describe(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return f"process {process.pid} ({process.status()}): {' '.join(process.cmdline())[:300]}"
+    return f"process {process.pid}"
