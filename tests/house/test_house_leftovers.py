@@ -6,6 +6,7 @@ import multiprocessing
 import re
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -156,6 +157,30 @@ def test_a_file_of_shared_memory_that_may_be_another_worker_s_is_left(watch: Lef
         assert file.exists()
     finally:
         file.unlink()
+
+
+USER = """
+import sys
+from multiprocessing import resource_tracker, shared_memory
+memory = shared_memory.SharedMemory(create=True, size=10)
+resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+print(memory.name, flush=True)
+sys.stdin.read()
+memory.unlink()
+"""
+
+
+def test_a_file_of_shared_memory_that_another_process_uses_is_left(
+    watch: LeftoverWatch, monkeypatch: pytest.MonkeyPatch
+):
+    command = [sys.executable, "-c", USER]
+    with ending(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)) as user:
+        watch.excuse(lambda: [psutil.Process(user.pid)])
+        assert user.stdout is not None
+        name = user.stdout.readline().strip()
+        assert watch.end() == []
+        assert (SHARED_MEMORY / name).exists()
+        user.communicate("")
 
 
 def test_the_check_costs_next_to_nothing(watch: LeftoverWatch):

@@ -31,7 +31,7 @@ class LeftoverWatch:
     """Tells what has come since `begin` and is still there; what fixtures of the session have started is left out.
 
     Attributes:
-        alone: no other worker makes files of shared memory meanwhile, so each new one is this worker's.
+        alone: no other worker runs: a new file of shared memory that nobody uses is this one's too.
     """
 
     leave_s: float = LEAVE_S
@@ -111,11 +111,12 @@ class LeftoverWatch:
 
     def _list_own_files(self, processes: list[psutil.Process]) -> list[str]:
         new = _list_files() - self._files
-        if not new or self.alone:
-            return sorted(new)
-        own = [os.getpid(), *(each.pid for each in processes)]
-        mapped = "".join(_read_maps(pid) for pid in own)
-        return sorted(name for name in new if str(SHARED_MEMORY / name) in mapped)
+        if not new:
+            return []
+        own = {os.getpid(), *(each.pid for each in processes)}
+        mine = _list_mapped(own)
+        others = _list_mapped(set(psutil.pids()) - own) if self.alone else new
+        return sorted(name for name in new if name in mine or name not in others)
 
 
 @dataclass(frozen=True)
@@ -180,10 +181,16 @@ def _list_files() -> set[str]:
     return found
 
 
-def _read_maps(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/maps").read_text()
-    return ""
+def _list_mapped(pids: Iterable[int]) -> set[str]:
+    """Return the names of the files of shared memory that processes use."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                place = line.split(maxsplit=5)[5:]
+                if place and place[0].startswith(f"{SHARED_MEMORY}/"):
+                    found.add(Path(place[0]).name)
+    return found
 
 
 def _describe(process: psutil.Process) -> str:

@@ -15,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if is_supported():
+    if is_supported():  # elsewhere it is told by nobody what is left
         config.stash[WATCH] = LeftoverWatch(leave_s=float(config.getini("leave_s")))
 
 
@@ -32,17 +32,19 @@ def pytest_fixture_setup(
 
 
 @pytest.fixture(scope="session")
-def leftover_watch(request: pytest.FixtureRequest) -> LeftoverWatch | None:
-    return request.config.stash.get(WATCH, None)
+def leftover_watch(request: pytest.FixtureRequest) -> LeftoverWatch:
+    """For fixtures of the session whose servers a test may have started again: see `LeftoverWatch.excuse`."""
+    return request.config.stash.get(WATCH, None) or LeftoverWatch()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_is_left(leftover_watch: LeftoverWatch | None, request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Set up before all other fixtures of a module, so that it looks after they are gone."""
-    if leftover_watch is None:
+    watch = request.config.stash.get(WATCH, None)
+    if watch is None:
         yield
         return
-    leftover_watch.begin()
+    watch.begin()
     yield
-    left = leftover_watch.end()
+    left = watch.end()
     assert not left, f"{request.node.name} has left: {'; '.join(left)}"
