@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import ending, lives
-from waiting import wait_for, wait_until
+from waiting import meanwhile, wait_for, wait_until
 
 pytest_plugins = ["pytester"]
 TOYS = Path(__file__).resolve().parents[1] / "toys"
@@ -49,6 +49,30 @@ def test_an_error_of_the_condition_passes_with_what_was_waited_for():
     with pytest.raises(KeyError) as caught:
         wait_until(lambda: {}["nothing"], lambda: "the log says: no")
     assert caught.value.__notes__ == ["while it was waited for: the log says: no"]
+
+
+def test_what_a_thread_waits_for_is_given_up_when_the_test_is_done_with_it():
+    done = []
+
+    def wait() -> None:
+        try:
+            wait_until(lambda: False)
+        finally:
+            done.append("left")
+
+    with meanwhile(wait):
+        pass
+    assert done == ["left"]
+
+
+def test_what_a_thread_raises_fails_the_test_that_has_started_it():
+    def fail() -> None:
+        assert not "a ghost"
+
+    with pytest.raises(AssertionError, match="a ghost"), meanwhile(fail):
+        pass
+    with pytest.raises(ZeroDivisionError), meanwhile(fail):
+        raise ZeroDivisionError
 
 
 def test_a_timeout_ends_the_wait_tells_what_for_and_runs_what_is_to_run_finally(pytester: pytest.Pytester):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 POLL_S = 0.02
+HANG_S = 600.0
+"""For limits that must not be reached, of the product or of threads that a failing test cannot end: only what hangs
+takes as long; less than pytest-timeout's, so that whoever waited says what for.
+"""
 T = TypeVar("T")
 
 
@@ -26,6 +33,8 @@ def wait_until(
         AssertionError: it is no longer possible, and has not come.
     """
 
+    thread = threading.current_thread()
+
     def describe() -> str:
         return f"while it was waited for: {awaited() if callable(awaited) else awaited or condition}"
 
@@ -35,11 +44,69 @@ def wait_until(
             if condition():
                 return
             assert can_come, f"it cannot come any more, {describe()}"
+            if isinstance(thread, _Companion) and thread.given_up.is_set():
+                raise _GivenUp(describe())
             time.sleep(POLL_S)
     except BaseException as interruption:
         if not isinstance(interruption, AssertionError):
             interruption.add_note(describe())
         raise
+
+
+@contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Run `act` in a thread beside the block; what it still waits for at the end of the block is given up.
+
+    Raises what `act` raised, after a block that raised nothing.
+    """
+    thread = _Companion(act)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.given_up.set()
+        thread.join()
+    if thread.error is not None:
+        raise thread.error
+
+
+class _GivenUp(Exception):
+    """The test goes on without what was waited for."""
+
+
+class _Companion(threading.Thread):
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self.given_up = threading.Event()
+        self.error: BaseException | None = None
+        self._act = act
+
+    def run(self) -> None:
+        try:
+            self._act()
+        except _GivenUp:
+            pass
+        except BaseException as error:
+            self.error = error
+
+
+@dataclass
+class StepClock:
+    """A clock for limits of the product: each look at it takes `step` seconds, however long it takes."""
+
+    now: float = 100.0
+    step: float = 0.02
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def growing_limits(first: float) -> Iterator[float]:
+    """Limits for what is to be cut short once it has begun: a test takes the first one in which it had begun."""
+    while first < HANG_S:
+        yield first
+        first *= 8
 
 
 def wait_for(find: Callable[[], T | None], awaited: str | Callable[[], str] = "") -> T:
