@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from draftworks.config.launcher_base import LauncherSpec
 from draftworks.distributed.stop_signals import defer_interrupt
@@ -101,7 +101,7 @@ class _RunningJob:
     tail: LogTail | None
     metadata: dict[str, Any]
     limits: JobLimits
-    started: float = field(default_factory=time.monotonic)
+    started: float
     running_since: float | None = None
     has_ended: bool = False
     failure: dg.Failure | None = None
@@ -132,6 +132,8 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     log_limit_mb: int = Field(
         default=8, ge=1, description="Output copied to the run page, in MiB; the log file has it all."
     )
+    _clock: Callable[[], float] = PrivateAttr(default=time.monotonic)
+    """Of the limits of stall and time."""
 
     @abstractmethod
     def submit(self, job: TorchJob, env: Mapping[str, str], run_dir: RunDir) -> Any:
@@ -305,22 +307,26 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
             files=files,
             handle=handle,
             session=session,
-            watch=_make_watch(job, files, limits),
+            watch=self._make_watch(job, files, limits),
             tail=LogTail(files.log, self.log_limit_mb << 20, prepared.shown) if shows_output else None,
             metadata={**place, "log": dg.MetadataValue.path(files.log)},
             limits=limits,
+            started=self._clock(),
         )
+
+    def _make_watch(self, job: TorchJob, files: RunDir, limits: JobLimits) -> StallWatch:
+        return StallWatch(files.ranks, files.log, (limits.stall_limit_s or math.inf) + job.longest_wait_s, self._clock)
 
     def _look(self, running: _RunningJob, companions: RunningCompanions) -> None:
         """Note whether a job has ended; end one without progress or over its time.
 
         Raises dagster.Failure of a companion if the job failed and the companion did too: that is the cause.
         """
-        status, now = self.poll(running.handle), time.monotonic()
+        status, now = self.poll(running.handle), self._clock()
         files = self.locate_files(running.handle, running.files)
         job, metadata, limits = running.peer.job, running.metadata, running.limits
         if files != running.files:
-            running.files, running.watch = files, _make_watch(job, files, limits)
+            running.files, running.watch = files, self._make_watch(job, files, limits)
             metadata.update(self.describe(running.handle))
         if status.state.is_final:
             running.has_ended = True
@@ -363,10 +369,6 @@ def _read_outcome(ended: _RunningJob, logs: Mapping[str, Any]) -> Outcome:
     if len(reports) != 1:
         return describe_missing_report(ended.peer.job, len(reports), metadata)
     return JobResult(report=reports[0], metadata=metadata)
-
-
-def _make_watch(job: TorchJob, files: RunDir, limits: JobLimits) -> StallWatch:
-    return StallWatch(files.ranks, files.log, (limits.stall_limit_s or math.inf) + job.longest_wait_s)
 
 
 def make_error_environment(files: RunDir) -> dict[str, str]:

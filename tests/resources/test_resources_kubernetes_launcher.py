@@ -12,7 +12,8 @@ import pytest
 from fake_kubernetes import TRAINJOBS
 from kubernetes_harness import KubernetesHarness
 from kubernetes_toys import kubernetes_bench
-from launcher_contract import TOYS, SchedulerContract, play, wait_until, wait_until_up
+from launcher_contract import TOYS, SchedulerContract, play, wait_until_up
+from waiting import wait_until
 
 from resources.torch_job import JobState, TorchJob
 

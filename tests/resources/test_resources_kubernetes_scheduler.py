@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from fake_kubernetes import TRAINJOBS
-from kubernetes_toys import KubernetesBench, kubernetes_bench, wait_until
+from kubernetes_toys import KubernetesBench, kubernetes_bench
+from waiting import wait_until
 
 from draftworks.errors import LauncherError
 from draftworks.programs.failure import RankFailure

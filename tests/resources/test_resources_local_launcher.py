@@ -8,11 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import dagster as dg
 import psutil
 import pytest
 import yaml
+from processes import wait_until_ended
+from waiting import meanwhile, wait_until
 
 from draftworks.errors import ConfigError
 from draftworks.programs.heartbeat import HeartbeatRecord
@@ -50,22 +51,21 @@ class Outcome:
         return dg.Failure(data.description, data.metadata)
 
 
-def launch(job: TorchJob, tmp_path: Path, *, retries: int = 0, **options: float) -> Outcome:
-    """Materialize an asset that runs the job and would be retried `retries` times."""
+def launch(
+    job: TorchJob, tmp_path: Path, *, retries: int = 0, clock: Callable[[], float] | None = None, **options: float
+) -> Outcome:
+    """Materialize an asset that runs the job and would be retried `retries` times; `clock` is that of the limits."""
     jobs: list[JobResult] = []
+    launcher = LocalLauncher(workdir=str(tmp_path / "runs"), poll_interval_s=0.05, **options)
+    launcher._clock = clock or launcher._clock
 
     @dg.asset(retry_policy=dg.RetryPolicy(max_retries=retries) if retries else None)
-    def draft(context: dg.AssetExecutionContext, launcher: LocalLauncher) -> dg.MaterializeResult:
+    def draft(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
         jobs.append(launcher.run(context, job))
         return dg.MaterializeResult(metadata=jobs[-1].metadata)
 
-    launcher = LocalLauncher(workdir=str(tmp_path / "runs"), poll_interval_s=0.05, **options)
-    result = dg.materialize([draft], resources={"launcher": launcher}, raise_on_error=False)
+    result = dg.materialize([draft], raise_on_error=False)
     return Outcome(result, jobs)
-
-
-LONG_S = 60.0
-"""Time limit for what takes a second on an idle machine, but two minutes if the hanging worker is not ended."""
 
 
 def worker(task: str, tmp_path: Path, *rest: str, procs: int = 2) -> TorchJob:
@@ -89,15 +89,6 @@ def survivors(tmp_path: Path) -> list[psutil.Process]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> float:
-    """Wait until the condition holds and return the seconds it took."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < timeout_s, f"not within {timeout_s} s"
-        time.sleep(0.02)
-    return time.monotonic() - start
-
-
 @contextmanager
 def hanging_job(task: str, tmp_path: Path, grace_s: float, procs: int = 2) -> Iterator[subprocess.Popen[bytes]]:
     """A Dagster process of its own whose job's ranks hang."""
@@ -107,8 +98,9 @@ def hanging_job(task: str, tmp_path: Path, grace_s: float, procs: int = 2) -> It
     host = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     markers = [tmp_path / f"marker.{rank}" for rank in range(procs)]
     try:
-        wait_until(lambda: host.poll() is not None or all(marker.exists() for marker in markers), timeout_s=LONG_S)
-        assert host.poll() is None, "the Dagster process ended before its job was up"
+        wait_until(
+            lambda: all(marker.exists() for marker in markers), "the job's ranks", possible=lambda: host.poll() is None
+        )
         yield host
     finally:
         host.kill()
@@ -183,26 +175,33 @@ def test_what_a_job_that_ended_by_itself_leaves_behind_is_ended(task: str, tmp_p
     assert not survivors(tmp_path)
 
 
-@pytest.fixture
-def stopped_rank(tmp_path: Path) -> Iterator[list[tuple[str, str]]]:
-    """Stop rank 1 of the job in `tmp_path` once both ranks take steps; return the addresses that were listened on until then."""
-    over, listening = threading.Event(), []
+@dataclass
+class RankStopper:
+    """Stops rank 1 of the job in `folder` once both ranks take steps; it is the clock of the job's limits.
 
-    def stop() -> None:
-        while not over.wait(0.05):
-            listening.extend(listeners())
-            pulses = [
-                pulse for path in tmp_path.rglob("heartbeat.json") if (pulse := HeartbeatRecord.read(path)) is not None
-            ]
-            if sum(pulse.said.startswith("step=") for pulse in pulses) == 2:
-                os.kill(next(pulse.pid for pulse in pulses if pulse.rank == 1), signal.SIGSTOP)
-                return
+    Attributes:
+        listening: command and address of what was listened on until then.
+        stopped: when it was stopped. The clock goes from then on: no load makes ranks that start a stalled job.
+    """
 
-    thread = threading.Thread(target=stop)
-    thread.start()
-    yield listening
-    over.set()
-    thread.join()
+    folder: Path
+    listening: list[tuple[str, str]] = field(default_factory=list)
+    stopped: float | None = None
+
+    def __call__(self) -> float:
+        return 0.0 if self.stopped is None else time.monotonic() - self.stopped
+
+    def stop(self) -> None:
+        wait_until(self._stop, "steps of both ranks")
+
+    def _stop(self) -> bool:
+        self.listening.extend(listeners())
+        records = [HeartbeatRecord.read(path) for path in self.folder.rglob("heartbeat.json")]
+        pulses = {pulse.rank: pulse for pulse in records if pulse is not None and pulse.said.startswith("step=")}
+        if len(pulses) == 2:
+            os.kill(pulses[1].pid, signal.SIGSTOP)
+            self.stopped = time.monotonic()
+        return len(pulses) == 2
 
 
 def listeners() -> list[tuple[str, str]]:
@@ -216,9 +215,11 @@ def listeners() -> list[tuple[str, str]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is Linux's")
-def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path, stopped_rank: list[tuple[str, str]]) -> None:
+def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path) -> None:
     """Until the job ended, its sockets were reachable only from this machine."""
-    outcome = launch(framed("steps", tmp_path), tmp_path, stall_limit_s=5)
+    stopper = RankStopper(tmp_path)
+    with meanwhile(stopper.stop):
+        outcome = launch(framed("steps", tmp_path), tmp_path, stall_limit_s=5, clock=stopper)
     told = outcome.failure.description
     assert "made no progress for 5 s (launcher.stall_limit_s)" in told
     first, second = (told.index(f"rank {rank} (pid ") for rank in (1, 0))
@@ -227,7 +228,7 @@ def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path, stopped_r
     assert " in all_reduce\n" in told[second:], "where the other one waits"
     (log,) = (tmp_path / "runs").rglob("out.log")
     assert "Current thread" in log.read_text(), "the stacks of the rank that could be asked"
-    assert {address for _, address in stopped_rank} == {"127.0.0.1"}
+    assert {address for _, address in stopper.listening} == {"127.0.0.1"}
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path / "run.yaml") in (p.info["cmdline"] or [])]
 
 
@@ -238,7 +239,7 @@ def test_repeated_signals_to_every_process_leave_the_ranks_time_to_save(tmp_path
         assert len(everyone) >= 4
         for process in everyone * 2:
             process.terminate()
-        host.wait(timeout=LONG_S)
+        host.wait()
         assert not survivors(tmp_path)
         assert [(tmp_path / f"marker.saved.{rank}").exists() for rank in (0, 1)] == [True, True]
 
@@ -247,7 +248,7 @@ def test_ranks_of_a_killed_torchrun_have_time_to_save(tmp_path: Path) -> None:
     with hanging_job("save", tmp_path, grace_s=60) as host:
         (torchrun,) = [p for p in survivors(tmp_path) if "torch.distributed.run" in p.cmdline()]
         torchrun.kill()
-        host.wait(timeout=LONG_S)
+        host.wait()
         assert not survivors(tmp_path)
         assert [(tmp_path / f"marker.saved.{rank}").exists() for rank in (0, 1)] == [True, True]
 
@@ -257,14 +258,15 @@ def test_an_only_rank_has_no_torchrun_and_time_to_save_when_its_launcher_is_kill
         (rank,) = survivors(tmp_path)
         assert rank.ppid() == host.pid
         host.kill()
-        wait_until(lambda: not survivors(tmp_path), LONG_S)
+        wait_until_ended(rank)
+        wait_until(lambda: not survivors(tmp_path), lambda: f"the end of {survivors(tmp_path)}")
         assert (tmp_path / "marker.saved.0").exists()
 
 
 def test_stuck_workers_are_killed_after_the_grace_with_their_hidden_children(tmp_path: Path) -> None:
     with hanging_job("stuck", tmp_path, grace_s=1.5) as host:
         host.send_signal(signal.SIGINT)
-        host.wait(timeout=LONG_S)
+        host.wait()
         assert not survivors(tmp_path)
 
 

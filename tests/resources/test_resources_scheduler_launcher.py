@@ -16,9 +16,11 @@ import psutil
 import pytest
 from dagster._core.test_utils import create_run_for_test
 from dagster_pipes import encode_param
-from launcher_contract import PATIENCE_S, TOYS, make_job, play, wait_until, wait_until_up
-from launcher_harnesses import ToyHarness
+from launcher_contract import TOYS, make_job, play, wait_until_up
+from launcher_harnesses import QueueHarness, ToyHarness
+from processes import ending, wait_until_ended
 from toy_scheduler import ToyScheduler
+from waiting import wait_until
 
 from draftworks.errors import ConfigError, LauncherError
 from draftworks.programs.failure import RankFailure
@@ -29,6 +31,10 @@ from resources.process_place import RunProcess
 from resources.scheduler import DeadCopy, JobRequest, Scheduler, SeenJob
 from resources.scheduler_launcher import ScheduledJob, SchedulerLauncher
 from resources.torch_job import JobState, RunDir, TorchJob
+
+LAG_S = 600.0
+"""So long that a test that waits for it is ended by pytest-timeout or seen."""
+STALL_S = 30.0
 
 
 @pytest.fixture
@@ -60,16 +66,16 @@ def begin(harness: ToyHarness, run_id: str = "0" * 8, job_id: bool = True, is_he
     return claim
 
 
-def test_what_waits_in_the_queue_says_why_and_is_no_stall(harness: ToyHarness):
+def test_what_waits_in_the_queue_says_why_and_is_no_stall(tmp_path: Path):
+    harness = QueueHarness(tmp_path)
     (harness.scheduler.root / "full").touch()
 
     def wait() -> None:
-        wait_until(lambda: bool(harness.scheduler.list()))
-        time.sleep(2.5)
+        wait_until(lambda: harness.clock.seconds > 10 * STALL_S)
         (harness.scheduler.root / "full").unlink()
         wait_until_up(harness)
 
-    played = play(harness, "steps", wait, stall_limit_s=2)
+    played = play(harness, "steps", wait, stall_limit_s=STALL_S)
     assert played.lines.count("job 0001 waits: Resources: no node is free") == 1
     assert len(played.jobs) == 1
 
@@ -178,7 +184,7 @@ def test_a_companion_that_ended_while_nobody_waited_for_it_has_done_its_part(har
     begin(harness, is_heard=False)
     (harness.work / "finish").touch()
     wait_until(lambda: not harness.scheduler.list())
-    launcher = harness.make_launcher().model_copy(update={"files_lag_s": PATIENCE_S})
+    launcher = harness.make_launcher().model_copy(update={"files_lag_s": LAG_S})
     job, submitted, states = make_job(harness, "steps"), [], []
 
     @dg.asset
@@ -197,7 +203,7 @@ def test_a_companion_that_ended_while_nobody_waited_for_it_has_done_its_part(har
         dg.materialize([draft], instance=instance)
     assert submitted == ["0001", "0002"], "one that this process has seen ended is started again"
     assert states == [JobState.SUCCEEDED] * 2
-    assert time.monotonic() - started < PATIENCE_S, "what sends no report is not waited for"
+    assert time.monotonic() - started < LAG_S, "what sends no report is not waited for"
     assert not harness.claim.exists()
 
 
@@ -294,11 +300,12 @@ def test_a_step_whose_run_dies_leaves_its_job_to_the_next_run(harness: ToyHarnes
     code = STEP_OF_A_RUN.format(path=[str(TOYS), str(TOYS.parents[1])], folder=str(tmp_path))
     (tmp_path / "run.py").write_text(code)
     run = subprocess.Popen([sys.executable, str(tmp_path / "run.py")], stderr=(tmp_path / "log").open("wb"))
-    wait_until_up(harness)
-    step = psutil.Process(int((tmp_path / "step.pid").read_text()))
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    step.wait(PATIENCE_S)
+    with ending(run):
+        wait_until_up(harness)
+        step = psutil.Process(int((tmp_path / "step.pid").read_text()))
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        wait_until_ended(step)
     wait_until_up(harness)
     assert JobClaim.read(harness.claim).job_id == "0001"
     assert "goes on, and the next run waits for it" in (tmp_path / "log").read_text()

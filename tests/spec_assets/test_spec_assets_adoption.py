@@ -10,8 +10,8 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from launcher_contract import wait_until
-from toy_cluster import RUN_S, ToyCluster, pausing
+from toy_cluster import ToyCluster, pausing
+from waiting import wait_until
 
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from resources.dead_runs import DeadRuns, release_dead_runs
@@ -60,7 +60,7 @@ def test_a_capture_of_eval_features_is_taken_over_from_a_killed_run(cluster: Toy
         earlier = cluster.require_claim(FEATURES)
         following = cluster.start("target_model", FEATURES)
         wait_until(lambda: cluster.require_claim(FEATURES).owner != earlier.owner)
-    assert following.wait(RUN_S) == 0, cluster.log.read_text()
+    assert following.wait() == 0, cluster.log.read_text()
     assert [each.state for each in cluster.scheduler.look_at_all()] == [JobState.SUCCEEDED]
     expect_shown_once(cluster, read_messages(earlier.files.messages))
     here, there = find_artifact(cluster.site, FEATURES), find_artifact(finished.site, FEATURES)
@@ -82,7 +82,7 @@ def test_a_training_is_taken_over_from_a_killed_run_and_nothing_of_it_differs(cl
             assert release_dead_runs(instance) == DeadRuns(kept=(earlier.owner.run_id,)), "its job uses the GPU"
         following = cluster.start("target_model", DRAFT, eagle3_draft={"training": LONG})
         wait_until(lambda: cluster.require_claim(DRAFT).owner != earlier.owner)
-    assert following.wait(RUN_S) == 0, cluster.log.read_text()
+    assert following.wait() == 0, cluster.log.read_text()
     assert [each.state for each in cluster.scheduler.look_at_all()] == [JobState.SUCCEEDED]
     expect_shown_once(cluster, read_messages(earlier.files.messages))
     killed, finished = cluster.list_runs()
@@ -104,7 +104,7 @@ def test_a_run_that_is_cancelled_ends_its_job(cluster: ToyCluster):
     with cluster.open_instance() as instance:  # as the UI does it
         instance.report_run_canceling(cluster.list_runs()[0])
     run.send_signal(signal.SIGINT)
-    assert run.wait(RUN_S) != 0
+    assert run.wait() != 0
     assert [each.state for each in cluster.scheduler.look_at_all()] == [JobState.CANCELLED]
     assert not cluster.find_ranks("train")
     (cancelled,) = cluster.list_runs()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -14,8 +12,8 @@ import dagster as dg
 import psutil
 import pytest
 import yaml
-from launcher_contract import wait_until
-from toy_cluster import RUN_S, ToyCluster, pausing
+from toy_cluster import ToyCluster, pausing
+from waiting import meanwhile, wait_until
 
 from draftworks.config.run_files import ProduceRun, StreamPlace
 from draftworks.dataflow.controller import DataFlowController
@@ -100,18 +98,12 @@ def killing(site, plan: dict[int, str]) -> Iterator[Stream]:
     stream = Stream(site)
 
     def work() -> None:
-        deadline = time.monotonic() + 240
         for step, name in plan.items():
-            while stream.read_acked_step() < step:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.01)
+            wait_until(lambda step=step: stream.read_acked_step() >= step, f"step {step}")
             stream.kill(name)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield stream
-    thread.join(timeout=5)
+    with meanwhile(work):
+        yield stream
 
 
 @pytest.mark.slow
@@ -142,7 +134,7 @@ def test_a_stream_in_a_scheduler_is_taken_over_from_a_killed_run(planned, undist
             cluster.kill_run(run, "eagle3_draft")
         before = [cluster.require_claim(*job).owner for job in jobs]
         following = cluster.start("target_model", "eagle3_draft", eagle3_draft={"training": LONG})
-        assert following.wait(RUN_S) == 0, cluster.log.read_text()
+        assert following.wait() == 0, cluster.log.read_text()
         assert len(before) == len(cluster.scheduler.look_at_all()), "no job was made a second time"
         lines = cluster.read_lines(cluster.list_runs()[-1].run_id)
         assert sum("it is waited for" in line for line in lines) == len(jobs)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fake_kubelet import FakeCluster
 from fake_kubernetes import write_kubeconfig
+from waiting import wait_until
 
 from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
 from resources.kubernetes_scheduler import KubernetesScheduler, make_scheduler
@@ -86,7 +86,7 @@ class KubernetesBench:
             seen[:] = [looked]
             return looked.state.is_final
 
-        wait_until(is_over)
+        wait_until(is_over, lambda: f"the end of job {id}, last seen as {seen}")
         return seen[0]
 
     def wait_for(self, scheduler: KubernetesScheduler, id: str, state: JobState, words: str = "") -> SeenJob:
@@ -97,7 +97,7 @@ class KubernetesBench:
             seen[:] = [scheduler.look(id)]
             return seen[0] is not None and seen[0].state is state and words in seen[0].reason
 
-        wait_until(is_there)
+        wait_until(is_there, lambda: f"job {id} {state} {words}, last seen as {seen}")
         assert seen[0] is not None
         return seen[0]
 
@@ -123,10 +123,3 @@ def kubernetes_bench(folder: Path, **settings: Any) -> Iterator[KubernetesBench]
         yield bench
         for scheduler in bench.schedulers:
             scheduler.close()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.03)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -19,7 +18,9 @@ from typing import Any
 
 import dagster as dg
 import pytest
+import waiting
 from contract_worker import FAILURE
+from waiting import wait_until
 
 from draftworks.config.launchers import parse_launcher
 from resources.job_claims import JobClaim
@@ -27,8 +28,6 @@ from resources.torch_job import JobIdentity, TorchJob
 from resources.torch_launcher import JobResult, TorchLauncher
 
 TOYS = Path(__file__).parent
-PATIENCE_S = 120.0
-"""Longest wait for something that takes seconds on an idle machine."""
 SHOWN_AGAIN_S = 2.0
 """More than the last messages before the death of a reader, which its successor shows again."""
 
@@ -122,11 +121,10 @@ def play(
     played = Played()
 
     def act() -> None:
-        try:
-            if meanwhile is not None:
+        if meanwhile is not None:
+            try:
                 meanwhile()
-        finally:
-            if meanwhile is not None:
+            finally:
                 (harness.work / "finish").touch()
 
     @dg.asset
@@ -142,26 +140,16 @@ def play(
                 played.failures.append(failure)
         return dg.MaterializeResult()
 
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    with dg.DagsterInstance.ephemeral() as instance:
+    with waiting.meanwhile(act), dg.DagsterInstance.ephemeral() as instance:
         result = dg.materialize([draft], instance=instance)
         played.lines = [entry.user_message for entry in instance.all_logs(result.run_id)]
-    thread.join(PATIENCE_S)
     return played
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
 
 
 def wait_until_up(harness: LauncherHarness) -> None:
     """Wait until both ranks are at work, and no longer say that they were."""
     ups = [harness.work / f"up.{rank}" for rank in (0, 1)]
-    wait_until(lambda: all(up.exists() for up in ups))
+    wait_until(lambda: all(up.exists() for up in ups), lambda: f"both ranks in {harness.work}")
     for up in ups:
         up.unlink()
 
@@ -222,7 +210,7 @@ class LauncherContract:
         with host(harness, "steps", grace_s=30) as dagster:
             wait_until_up(harness)
             dagster.send_signal(signal.SIGINT)
-            assert dagster.wait(PATIENCE_S) != 0
+            assert dagster.wait() != 0
         assert list((harness.work / "checkpoints").iterdir())
         self.expect_nothing_left(harness)
 
@@ -260,7 +248,7 @@ class LauncherContract:
             dagster.kill()
             dagster.wait()
             if not harness.survives:
-                wait_until(lambda: not harness.list_left())
+                wait_until(lambda: not harness.list_left(), lambda: f"the end of {harness.list_left()}")
                 return
         wait_until_up(harness)
         before = harness.claim.read_text()
@@ -273,7 +261,7 @@ class LauncherContract:
         self.expect_nothing_left(harness)
 
     def expect_nothing_left(self, harness: LauncherHarness) -> None:
-        wait_until(lambda: not harness.list_left())
+        wait_until(lambda: not harness.list_left(), lambda: f"the end of {harness.list_left()}")
         assert not harness.claim.exists()
         assert not list(harness.folder.rglob("*.tmp"))
 
@@ -309,7 +297,7 @@ class SchedulerContract(LauncherContract):
 
         with host(harness, "steps") as other:
             played = play(harness, "steps", lambda: wait_until(have_both_claimed))
-            assert other.wait(PATIENCE_S) == 0, (harness.folder / "host.log").read_text()
+            assert other.wait() == 0, (harness.folder / "host.log").read_text()
         (outcome,) = harness.folder.glob("outcome.*")
         assert json.loads(outcome.read_text()) == played.jobs[0].report
         assert harness.count_submitted() == 1

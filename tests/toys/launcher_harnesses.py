@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,26 @@ class ToyHarness(LocalHarness):
         for each in self.scheduler.list():
             self.scheduler.end(each.id, 0.0)
         super().clean_up()
+
+
+@dataclass
+class QueueClock:
+    """Goes on by seconds with each look as long as the queue is full, and stands still later: no load makes a job stall."""
+
+    full: Path
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 5.0 if self.full.exists() else 0.0
+        return self.seconds
+
+
+class QueueHarness(ToyHarness):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.clock = QueueClock(self.scheduler.root / "full")
+
+    def make_launcher(self, **keys: Any) -> SchedulerLauncher:
+        launcher = super().make_launcher(**keys)
+        launcher._clock = self.clock
+        return launcher

@@ -6,9 +6,9 @@ import json
 import os
 from typing import Any, ClassVar
 
-from launcher_contract import wait_until
 from launcher_harnesses import LocalHarness, find_processes
 from ray_cluster import RayCluster
+from waiting import wait_until
 
 from draftworks.config.ray_launcher import RayLauncherSpec
 from resources.ray_scheduler import RayScheduler

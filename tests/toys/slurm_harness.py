@@ -6,8 +6,9 @@ import json
 import os
 from typing import Any
 
-from launcher_contract import LauncherHarness, make_job, wait_until
+from launcher_contract import LauncherHarness, make_job
 from launcher_harnesses import find_processes
+from waiting import wait_until
 
 from draftworks.config.launchers import parse_launcher
 from resources.launchers import make_scheduler

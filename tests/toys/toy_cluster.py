@@ -18,15 +18,14 @@ from typing import Any
 import dagster as dg
 import psutil
 import yaml
-from launcher_contract import SHOWN_AGAIN_S, wait_until
+from launcher_contract import SHOWN_AGAIN_S
 from toy_scheduler import ToyScheduler, offer_toy
+from waiting import wait_until
 
 from resources.job_claims import JobClaim
 
 TOYS = Path(__file__).parent
 ROOT = TOYS.parents[1]
-RUN_S = 300.0
-"""Longest wait for the end of a run."""
 LOCATION = """
 from pathlib import Path
 from toy_scheduler import offer_toy

@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import toy_node
+from waiting import wait_until
 
 from draftworks.config import launchers
 from draftworks.config.launchers import SchedulerLauncherSpec
@@ -120,10 +120,7 @@ class ToyScheduler(Scheduler):
         toy_node_request = self.root / id / what
         toy_node_request.with_suffix(".tmp").write_text(text)
         os.replace(toy_node_request.with_suffix(".tmp"), toy_node_request)
-        deadline = time.monotonic() + 60
-        while (now := self.look(id)) is not None and not now.state.is_final:
-            assert time.monotonic() < deadline, f"toy job {id} does not end"
-            time.sleep(toy_node.POLL_S)
+        wait_until(lambda: (now := self.look(id)) is None or now.state.is_final, f"the end of toy job {id}")
 
     def _answer(self) -> None:
         if (self.root / "silent").exists():
