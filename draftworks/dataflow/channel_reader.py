@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -103,11 +104,19 @@ class RefReader:
         StoreError: the channel has a consumer, is of another version, or its folder cannot be written.
     """
 
-    def __init__(self, folder: Path, codec: RefCodec, idle_timeout_s: float, session: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        codec: RefCodec,
+        idle_timeout_s: float,
+        session: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder = folder
         self._codec = codec
         self._idle_timeout_s = idle_timeout_s
         self._session = session
+        self._clock = clock
         self._lines = LineFile(folder / REFS, codec)
         self._checked = False
         self._ended = False
@@ -143,10 +152,10 @@ class RefReader:
             StoreError: the writer failed; a line is damaged; or nothing was published or consumed within the idle
                 timeout, counted over all polls that wait.
         """
-        until = None if wait_s is None else time.monotonic() + wait_s
+        until = None if wait_s is None else self._clock() + wait_s
         while True:
             refs = self._look(limit)
-            if refs or self._ended or (until is not None and time.monotonic() >= until):
+            if refs or self._ended or (until is not None and self._clock() >= until):
                 return refs
             self.pause()
 
@@ -156,7 +165,7 @@ class RefReader:
         Raises:
             StoreError: the idle timeout has passed since the first pause after references came or were consumed.
         """
-        now = time.monotonic()
+        now = self._clock()
         self._idle_since = now if self._idle_since is None else self._idle_since
         if now - self._idle_since >= self._idle_timeout_s:
             raise StoreError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +27,14 @@ class StreamingRefChannel:
         idle_timeout_s: the longest that one side waits while nothing comes from the other; then it raises StoreError.
         session: identifies one start of both sides. A side that failed in another session is taken for one that has not
             come yet. Where it is always "", a failed side has to come again before the other one.
+        clock: of the consumer's waits.
     """
 
     folder: Path
     codec: RefCodec = SlimRefs()
     idle_timeout_s: float = IDLE_TIMEOUT_S
     session: str = ""
+    clock: Callable[[], float] = time.monotonic
 
     def open_writer(self) -> RefWriter:
         """Take the writer's side. Raises StoreError as `RefWriter`."""
@@ -38,4 +42,4 @@ class StreamingRefChannel:
 
     def open_consumer(self) -> RefReader:
         """Take the consumer's side. Raises StoreError as `RefReader`."""
-        return RefReader(self.folder, self.codec, self.idle_timeout_s, self.session)
+        return RefReader(self.folder, self.codec, self.idle_timeout_s, self.session, self.clock)

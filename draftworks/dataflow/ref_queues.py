@@ -98,6 +98,7 @@ class SampleRefQueue(RefQueue):
         watermark: Watermark | None = None,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         skip_ids: Iterable[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watermark = watermark or Watermark()
         self._idle_timeout_s = idle_timeout_s
@@ -108,7 +109,8 @@ class SampleRefQueue(RefQueue):
         self._in_flight = InFlight()
         self._closed = False
         self._failure: BaseException | None = None
-        self._last_change = time.monotonic()
+        self._clock = clock
+        self._last_change = clock()
         self._starved_since: float | None = None
 
     @property
@@ -146,9 +148,7 @@ class SampleRefQueue(RefQueue):
         """
         self._watermark.require_piece(more)
         with self._changed:
-            room = self._wait_for(
-                partial(self._has_room, more), lambda: self._closed or should_stop(), time.monotonic()
-            )
+            room = self._wait_for(partial(self._has_room, more), lambda: self._closed or should_stop(), self._clock())
             return room and not self._closed
 
     def put(self, refs: Iterable[SampleRef], should_stop: Callable[[], bool] = lambda: False) -> int:
@@ -163,7 +163,7 @@ class SampleRefQueue(RefQueue):
         """
         added = 0
         for ref in refs:
-            since = time.monotonic()
+            since = self._clock()
             more = InFlight.of([ref])
             self._watermark.require_piece(more)
             with self._changed:
@@ -182,13 +182,13 @@ class SampleRefQueue(RefQueue):
         return added
 
     def get(self, count: int, wait_s: float | None = None) -> list[SampleRef]:
-        until = None if wait_s is None else time.monotonic() + wait_s
+        until = None if wait_s is None else self._clock() + wait_s
         with self._changed:
             # A wait in several calls is one wait: it goes on since the first of them.
-            since = self._starved_since or time.monotonic()
+            since = self._starved_since or self._clock()
             if self._wait_for(
                 lambda: bool(self._waiting) or self._closed,
-                lambda: until is not None and time.monotonic() >= until,
+                lambda: until is not None and self._clock() >= until,
                 since,
             ):
                 self._starved_since = None
@@ -227,7 +227,7 @@ class SampleRefQueue(RefQueue):
         return self._watermark.has_room(self._in_flight, more)
 
     def _note_change(self) -> None:
-        self._last_change = time.monotonic()
+        self._last_change = self._clock()
         self._changed.notify_all()
 
     def _wait_for(self, is_ready: Callable[[], bool], is_over: Callable[[], bool], since: float) -> bool:
@@ -243,7 +243,7 @@ class SampleRefQueue(RefQueue):
                 return True
             if is_over():
                 return False
-            if time.monotonic() - max(since, self._last_change) > self._idle_timeout_s:
+            if self._clock() - max(since, self._last_change) > self._idle_timeout_s:
                 raise StoreError(
                     f"the queue of references did not move for {self._idle_timeout_s:g} s: {len(self._waiting)} wait in "
                     f"it, {self._in_flight} are in flight. The other side, a thread of this process, hangs or has ended "

@@ -23,9 +23,9 @@ def open_controller(path: Path, lease_s: float) -> DataFlowController:
 
 
 def test_a_live_consumer_keeps_its_identity_and_the_next_one_follows_at_once(tmp_path: Path) -> None:
-    first, second = (open_controller(tmp_path / "plane.db", 1.0) for _ in range(2))
+    first, second = (open_controller(tmp_path / "plane.db", 3.0) for _ in range(2))
     with hold_consumer(first) as lease:
-        with pytest.raises(StoreError, match="is held by"), hold_consumer(second, wait_s=1.5):
+        with pytest.raises(StoreError, match="is held by"), hold_consumer(second, wait_s=3.5):
             pass
         lease.require_held()
     with hold_consumer(second, wait_s=0.0) as lease:
@@ -50,8 +50,7 @@ def test_the_identity_of_a_killed_consumer_ends_by_itself(tmp_path: Path) -> Non
 
 
 def require_until_lost(lease: ConsumerLease) -> None:
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
+    while True:
         lease.require_held()
         time.sleep(0.05)
 

@@ -17,6 +17,7 @@ import control_worker
 import pytest
 from dataflow_toys import TOKEN, Clock, ServedStore, controller_of, ids_of, toy_slim_ref, toy_task
 from network_namespaces import LOOPBACK, Host, two_hosts
+from waiting import HANG_S
 
 from draftworks.dataflow.control_client import RemoteMetadataStore
 from draftworks.dataflow.control_server import ControlServer
@@ -79,9 +80,9 @@ def test_workers_of_another_host_go_on_when_the_owner_is_killed_and_started_agai
             time.sleep(0.2)
             owner, again = start_owner(here, database, int(address.rpartition(":")[2]))
             assert again == address
-        assert [worker.wait(60) for worker in workers] == [0, 0]
+        assert [worker.wait() for worker in workers] == [0, 0]
         owner.terminate()
-        assert owner.wait(30) == 0
+        assert owner.wait() == 0
     finally:
         for process in (owner, *workers):
             process.kill()
@@ -96,10 +97,8 @@ def test_workers_of_another_host_go_on_when_the_owner_is_killed_and_started_agai
 def test_a_server_that_stays_away_is_one_clear_error_after_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    began = time.monotonic()
     with pytest.raises(StoreError, match=f"{address} could not be reached for 0 s .*Start it again"):
         controller_of(RemoteMetadataStore(address, TOKEN, retry_s=0.4), Clock()).count_tasks()
-    assert time.monotonic() - began < 10
 
 
 def test_a_server_that_says_nothing_is_given_up(served: ServedStore) -> None:
@@ -116,7 +115,7 @@ def test_strangers_are_refused_on_both_sides(served: ServedStore) -> None:
         controller_of(stranger, Clock()).count_tasks()
     host, _, port = served.server.address.rpartition(":")
     for hello in ({"nonce": "x", "proof": "y"}, {}, [], "text", 7):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=HANG_S) as connection:
             nonce = receive_message(connection)["nonce"]
             assert len(nonce) == 32
             send_message(connection, hello)
@@ -127,7 +126,7 @@ def test_strangers_are_refused_on_both_sides(served: ServedStore) -> None:
 @pytest.mark.parametrize("frame", [struct.pack(">I", 1 << 31) + b"x", b"\x00", struct.pack(">I", 3) + b"{{{", b""])
 def test_what_is_no_message_ends_that_connection_only(frame: bytes, served: ServedStore) -> None:
     host, _, port = served.server.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as connection:
         receive_message(connection)
         with suppress(ConnectionError):  # the server may have closed it already
             connection.sendall(frame)

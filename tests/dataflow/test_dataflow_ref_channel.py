@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +15,13 @@ import pytest
 from features_toys import toy_ref
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S, StepClock
 
 from draftworks.dataflow.ref_channel import StreamingRefChannel
 from draftworks.dataflow.ref_lines import SlimRefs, WholeRefs
 from draftworks.dataflow.watermark import InFlight, Watermark
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
-
-PATIENCE_S = 20.0
 
 WRITER = """
 import sys
@@ -50,7 +48,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def channel(tmp_path: Path) -> StreamingRefChannel:
-    return StreamingRefChannel(tmp_path / "channel", idle_timeout_s=PATIENCE_S)
+    return StreamingRefChannel(tmp_path / "channel", idle_timeout_s=HANG_S)
 
 
 def refs_of(*numbers: int) -> list[SampleRef]:
@@ -124,7 +122,7 @@ def test_in_flight_is_published_less_consumed(channel):
 def test_nothing_is_lost_or_doubled_wherever_writers_die_and_readers_look(codec, data):
     """Writers die after any byte of a batch; readers poll or come again at any moment."""
     with tempfile.TemporaryDirectory() as folder:
-        channel = StreamingRefChannel(Path(folder), codec, PATIENCE_S)
+        channel = StreamingRefChannel(Path(folder), codec, HANG_S)
         total = data.draw(st.integers(1, 12))
         refs = refs_of(*range(total))
         writer, reader, read, done = channel.open_writer(), channel.open_consumer(), [], 0
@@ -209,10 +207,11 @@ def test_a_consumer_without_a_writer_says_so(tmp_path):
 
 def test_idle_time_counts_waiting_only(tmp_path):
     """A trainer that evaluates for long, and then finds nothing new at once, has not waited."""
-    channel = StreamingRefChannel(tmp_path / "channel", idle_timeout_s=0.2)
+    clock = StepClock()
+    channel = StreamingRefChannel(tmp_path / "channel", idle_timeout_s=0.2, clock=clock)
     with channel.open_consumer() as reader:
         assert reader.poll() == []
-        time.sleep(0.3)
+        clock.now += 0.3
         assert reader.poll() == []
         for _ in range(3):
             assert reader.poll(wait_s=0.15) == []
@@ -293,7 +292,7 @@ def test_a_writer_without_a_consumer_waits_for_the_idle_timeout_only(tmp_path):
 )
 def test_the_watermark_is_never_exceeded(limit, bytes_limit, pieces, seed):
     with tempfile.TemporaryDirectory() as folder:
-        channel = StreamingRefChannel(Path(folder), idle_timeout_s=PATIENCE_S)
+        channel = StreamingRefChannel(Path(folder), idle_timeout_s=HANG_S)
         watermark, most = Watermark(limit, bytes_limit), InFlight()
         pending: list[SampleRef] = []
 
@@ -316,8 +315,7 @@ def test_the_watermark_is_never_exceeded(limit, bytes_limit, pieces, seed):
                 writer.publish_batch(refs)
                 most = max(most, writer.in_flight_remote, key=lambda found: (found.samples, found.bytes))
                 assert watermark.has_room(writer.in_flight_remote, InFlight())
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
+        thread.join()
 
 
 def test_the_control_plane_needs_no_torch():

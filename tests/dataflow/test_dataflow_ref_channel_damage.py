@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from features_toys import toy_ref
+from waiting import HANG_S
 
 from draftworks.dataflow.channel_files import write_header
 from draftworks.dataflow.ref_channel import StreamingRefChannel
@@ -21,7 +22,7 @@ from draftworks.features.contracts import SampleRef
 
 @pytest.fixture
 def channel(tmp_path: Path) -> StreamingRefChannel:
-    return StreamingRefChannel(tmp_path / "channel", idle_timeout_s=20.0)
+    return StreamingRefChannel(tmp_path / "channel", idle_timeout_s=HANG_S)
 
 
 def refs_of(*numbers: int) -> list[SampleRef]:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from features_toys import toy_ref
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S, StepClock
 
 from draftworks.dataflow.channel_writer import RefWriter
 from draftworks.dataflow.ref_channel import StreamingRefChannel
@@ -23,8 +25,6 @@ from draftworks.dataflow.ref_queues import RefQueue, SampleRefQueue, StreamingRe
 from draftworks.dataflow.watermark import InFlight, Watermark
 from draftworks.errors import ConfigError, StoreError
 from draftworks.features.contracts import SampleRef
-
-PATIENCE_S = 20.0
 
 CONSUMER = """
 import sys
@@ -51,16 +51,18 @@ def ids(refs: list[SampleRef]) -> list[str]:
 class Both:
     """A queue and its producer's side, of either kind."""
 
-    def __init__(self, kind: str, folder: Path, idle_timeout_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, kind: str, folder: Path, idle_timeout_s: float = HANG_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.writer: RefWriter | None = None
         self.queue: RefQueue
         if kind == "memory":
-            self.queue = memory = SampleRefQueue(idle_timeout_s=idle_timeout_s)
+            self.queue = memory = SampleRefQueue(idle_timeout_s=idle_timeout_s, clock=clock)
             self.put: Callable[[list[SampleRef]], int] = memory.put
             self.close, self.read_in_flight = memory.close, lambda: memory.in_flight
             self.abort = lambda reason: memory.abort(StoreError(reason))
         else:
-            channel = StreamingRefChannel(folder, idle_timeout_s=idle_timeout_s)
+            channel = StreamingRefChannel(folder, idle_timeout_s=idle_timeout_s, clock=clock)
             self.writer = writer = channel.open_writer()
             self.queue = StreamingRefQueue(channel.open_consumer())
             self.put, self.close, self.abort = writer.publish_batch, writer.close, writer.fail
@@ -77,8 +79,8 @@ class Both:
 def make(request, tmp_path: Path) -> Iterator[Callable[..., Both]]:
     made: list[Both] = []
 
-    def make(idle_timeout_s: float = PATIENCE_S) -> Both:
-        made.append(Both(request.param, tmp_path, idle_timeout_s))
+    def make(**options: Any) -> Both:
+        made.append(Both(request.param, tmp_path, **options))
         return made[-1]
 
     yield make
@@ -152,7 +154,7 @@ def test_a_failure_reaches_who_waits(make):
         time.sleep(0.05)
         both.abort("the engine died")
         with pytest.raises(StoreError, match="the engine died"):
-            waiting.result(PATIENCE_S)
+            waiting.result()
     with pytest.raises(StoreError, match="the engine died"):
         both.queue.get(1, wait_s=0)
 
@@ -163,7 +165,7 @@ def test_waiting_ends_with_the_idle_timeout(make):
 
 
 def test_a_wait_in_several_calls_ends_with_the_idle_timeout_too(make):
-    queue = make(idle_timeout_s=0.3).queue
+    queue = make(idle_timeout_s=0.3, clock=StepClock()).queue
     found = [queue.get(1, wait_s=0.2)]
     with pytest.raises(StoreError, match=r"for 0.3 s"):
         found += [queue.get(1, wait_s=0.2)]
@@ -179,7 +181,7 @@ def test_one_thread_acknowledges_while_another_waits(make):
         time.sleep(0.05)
         both.queue.ack(["s0"])
         both.put(refs_of(1))
-        assert waiting.result(PATIENCE_S) == refs_of(1)
+        assert waiting.result() == refs_of(1)
 
 
 @settings(max_examples=20)
@@ -191,7 +193,7 @@ def test_one_thread_acknowledges_while_another_waits(make):
 )
 def test_a_memory_queue_never_exceeds_its_watermark_and_loses_nothing(limit, bytes_limit, takes, total):
     watermark = Watermark(limit, bytes_limit)
-    queue, seen, turn = SampleRefQueue(watermark, idle_timeout_s=PATIENCE_S), [], 0
+    queue, seen, turn = SampleRefQueue(watermark, idle_timeout_s=HANG_S), [], 0
 
     def produce() -> None:
         queue.put(refs_of(*range(total)))
@@ -205,8 +207,7 @@ def test_a_memory_queue_never_exceeds_its_watermark_and_loses_nothing(limit, byt
         queue.ack(ids(refs))
         seen += refs
         turn += 1
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+    thread.join()
     assert seen == refs_of(*range(total))
     assert queue.in_flight == InFlight()
 
@@ -223,17 +224,17 @@ def test_a_full_memory_queue_stops_refuses_and_waits(tmp_path):
         waiting = pool.submit(queue.put, refs_of(5))
         queue.ack(ids(queue.get(2)))
         with pytest.raises(StoreError, match="closed"):
-            waiting.result(PATIENCE_S)
+            waiting.result()
 
 
 def test_a_consumers_failure_ends_the_wait_of_the_producer():
-    queue = SampleRefQueue(Watermark(samples=1), idle_timeout_s=PATIENCE_S)
+    queue = SampleRefQueue(Watermark(samples=1), idle_timeout_s=HANG_S)
     queue.put(refs_of(0))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(queue.put, refs_of(1))
         queue.abort(KeyError("hf9"))
         with pytest.raises(StoreError, match="failed: KeyError: 'hf9'") as found:
-            waiting.result(PATIENCE_S)
+            waiting.result()
     assert isinstance(found.value.__cause__, KeyError)
     queue.abort(ConfigError("a second one"))
     with pytest.raises(StoreError, match="hf9"):
@@ -245,7 +246,7 @@ def test_a_consumers_failure_ends_the_wait_of_the_producer():
 def test_a_restarted_consumer_gets_what_is_not_durable_and_counts_all(total, lives, count):
     """Every sample is acknowledged durably in exactly one life of the consumer; the writer's count always ends at 0."""
     with tempfile.TemporaryDirectory() as folder:
-        channel = StreamingRefChannel(Path(folder), idle_timeout_s=PATIENCE_S)
+        channel = StreamingRefChannel(Path(folder), idle_timeout_s=HANG_S)
         durable: list[str] = []
         with channel.open_writer() as writer:
             writer.publish_batch(refs_of(*range(total)))
@@ -265,7 +266,7 @@ def test_a_restarted_consumer_gets_what_is_not_durable_and_counts_all(total, liv
 
 def test_a_consumer_killed_by_sigkill_gives_its_side_up(tmp_path):
     """The next one leaves out what was durable, and the writer's count comes out even."""
-    channel = StreamingRefChannel(tmp_path, idle_timeout_s=PATIENCE_S)
+    channel = StreamingRefChannel(tmp_path, idle_timeout_s=HANG_S)
     with channel.open_writer() as writer:
         writer.publish_batch(refs_of(*range(7)))
         command = [sys.executable, "-c", CONSUMER, str(tmp_path)]
@@ -288,7 +289,7 @@ def test_a_consumer_killed_by_sigkill_gives_its_side_up(tmp_path):
 
 
 def test_a_consumer_that_ends_or_fails_is_heard_by_the_writer(tmp_path):
-    channel = StreamingRefChannel(tmp_path, idle_timeout_s=PATIENCE_S)
+    channel = StreamingRefChannel(tmp_path, idle_timeout_s=HANG_S)
     with channel.open_writer() as writer:
         StreamingRefQueue(channel.open_consumer()).close()
         assert writer.is_consumer_done

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from dataflow_toys import Clock, controller_of, ids_of, toy_slim_ref, toy_task
+from waiting import wait_until
 
 from draftworks.dataflow import sqlite_database
 from draftworks.dataflow.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
@@ -109,7 +110,7 @@ def test_a_forked_child_opens_its_own_connection(tmp_path: Path) -> None:
     controller.commit_samples([toy_slim_ref("parent")])
     child = FORK.Process(target=lambda: controller.commit_samples([toy_slim_ref("child")]))
     child.start()
-    child.join(30)
+    child.join()
     assert child.exitcode == 0
     assert ids_of(controller.iterate_refs()) == ["parent", "child"]
 
@@ -126,14 +127,13 @@ def test_memory_is_not_shared_with_a_forked_child() -> None:
 
     child = FORK.Process(target=ask)
     child.start()
-    child.join(30)
+    child.join()
     assert "forked" in answers.get()
 
 
-def _work(path: Path, worker: str, seconds: float) -> None:
+def _work(path: Path, worker: str) -> None:
     controller = controller_of(SQLiteMetadataStore(path), time.time)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and controller.count_tasks().open:
+    while controller.count_tasks().open:
         for lease in controller.lease_tasks(worker, 3):
             controller.commit_samples(
                 [toy_slim_ref(each, lease.task.task_id) for each in lease.task.sample_ids], [lease]
@@ -147,11 +147,11 @@ def test_processes_share_tasks_and_no_sample_is_committed_or_acknowledged_twice(
     controller = controller_of(SQLiteMetadataStore(path), time.time)
     tasks = [toy_task(number) for number in range(40)]
     controller.add_tasks(tasks)
-    workers = [FORK.Process(target=_work, args=(path, f"w{number}", 60.0)) for number in range(3)]
+    workers = [FORK.Process(target=_work, args=(path, f"w{number}")) for number in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(90)
+        worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert controller.count_tasks().done == len(tasks)
     found = ids_of(controller.iterate_refs())
@@ -177,9 +177,8 @@ def test_kills_in_the_middle_of_commits_lose_nothing_that_was_committed(tmp_path
         child = FORK.Process(target=_commit_until_killed, args=(path, written))
         lines = len(written.read_text().split())
         child.start()
-        until = time.monotonic() + 60
-        while len(written.read_text().split()) < lines + 3 and time.monotonic() < until:
-            time.sleep(0.002 * (turn + 1))
+        wait_until(lambda lines=lines: len(written.read_text().split()) >= lines + 3, "three commits")
+        time.sleep(0.002 * turn)
         os.kill(child.pid, signal.SIGKILL)
         child.join()
     confirmed = [int(line) for line in written.read_text().split()]

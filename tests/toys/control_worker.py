@@ -17,7 +17,7 @@ from draftworks.dataflow.controller import DataFlowController
 
 
 def work(address: str, count: int) -> None:
-    controller = DataFlowController("run", RemoteMetadataStore(address, TOKEN, retry_s=60.0), lease_s=3.0)
+    controller = DataFlowController("run", RemoteMetadataStore(address, TOKEN, retry_s=600.0), lease_s=10.0)
     step = 0
     while controller.count_tasks().done < count:
         for lease in controller.lease_tasks(f"worker {os.getpid()}", 1):
