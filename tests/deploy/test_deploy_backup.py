@@ -47,9 +47,7 @@ def test_a_restored_dump_has_runs_events_and_places_and_is_up_to_date(home, tmp_
         paths = [str(server.locate("psql").parent), str(Path(sys.executable).parent), os.environ["PATH"]]
         commands = commands.replace("/backup", str(tmp_path)).replace(".venv/bin/", "")
         environment = {**server.client_environment, "PATH": os.pathsep.join(paths), "DAGSTER_HOME": str(home)}
-        subprocess.run(
-            ["bash", "-e"], input=commands, cwd=tmp_path, env=environment, text=True, check=True, timeout=120
-        )
+        subprocess.run(["bash", "-e"], input=commands, cwd=tmp_path, env=environment, text=True, check=True)
 
     with postgres_server() as server:
         for name, value in {**server.variables, "DRAFTWORKS_COMPUTE_LOGS": str(tmp_path / "logs")}.items():

@@ -185,7 +185,7 @@ def test_a_run_fails_when_postgres_stays_away_and_the_next_one_gets_its_place(wo
     process = work.find_process(run)
     postgres.kill()
     work.let_end(run)
-    work.processes.wait_until(lambda: not lives(process), seconds=400)
+    work.processes.wait_until(lambda: not lives(process))
     postgres.start()
     work.wait_for("FAILURE", run)
     work.run_another()

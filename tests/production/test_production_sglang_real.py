@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from observed_site import ObservedSite
+from ports import reserve_port
 from random_exports import sglang_eagle3
 from sglang_toys import SGLANG
 
@@ -13,7 +14,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.export.names import DRAFT_FOLDER
 from draftworks.production.readings import split_windows
 from draftworks.sglang.client import GenerateRequest
-from draftworks.sglang.server import ServerOptions, SGLangServer, find_free_port
+from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.sglang.speculating_client import SpeculatingClient
 from draftworks.sglang.speculation import Speculation
 
@@ -34,7 +35,7 @@ def test_observe_counts_what_a_live_server_says_of_its_answers(tiny_target: Targ
         dtype="float32", device="cpu", layer_ids=(), spool=tmp_path / "spool", mem_fraction=0.8, max_total_tokens=1024,
         draft=Speculation.of_command(COMMAND, DRAFT_FOLDER, draft),
     )  # fmt: skip
-    port = find_free_port()
+    port = reserve_port()
     entry = {"name": "front", "url": f"http://127.0.0.1:{port}", "kind": "sglang", "timeout_s": 60}
     site = ObservedSite.make(tmp_path, [entry])
     site.change_entry(model=tiny_target.model)

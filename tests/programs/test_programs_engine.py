@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from ports import reserve_port
 from processes import wait_until_ended
 from sglang_toys import SGLANG
 from typer.testing import CliRunner
@@ -18,14 +19,12 @@ from typer.testing import CliRunner
 from draftworks.capture.engines.sglang_server_checks import require_server
 from draftworks.programs.cli import app
 from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.server import find_free_port
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
 LAYERS = (1, 4, 6)
 """Whose outputs are hf2, hf5 and hf7."""
-ENDS_WITHIN_S = 90.0
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def registry(tmp_path: Path, tiny_folder: Path) -> Path:
     (root / "datasets").mkdir()
     (root / "datasets" / "chats.yaml").write_text("files: [chats.jsonl]\n")
     (root / "deployment.yaml").write_text(yaml.safe_dump({"sglang": {"python": SGLANG.python}}))
-    write_target(root, tiny_folder, {"url": f"http://127.0.0.1:{find_free_port()}", "spool": str(tmp_path / "spool")})
+    write_target(root, tiny_folder, {"url": f"http://127.0.0.1:{reserve_port()}", "spool": str(tmp_path / "spool")})
     return root
 
 

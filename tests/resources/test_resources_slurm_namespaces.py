@@ -20,7 +20,6 @@ from resources.torch_job import JobState, RunDir, TorchJob
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PROGRAMS = str(Path(__file__).parents[1] / "programs")
-PATIENCE_S = 180.0
 
 
 @pytest.fixture
@@ -49,9 +48,8 @@ def test_ranks_of_two_hosts_meet_and_stop(cluster: SlurmCluster, tmp_path: Path)
         files = RunDir.create(tmp_path / "runs", task, 0)
         job = TorchJob("frame_program", (str(file),), nodes=2)
         id = scheduler.create(JobRequest(f"dw-{task}", job, {"PYTHONPATH": PROGRAMS}, files, tmp_path / "job.json"))
-        deadline, asked = time.monotonic() + PATIENCE_S, False
+        asked = False
         while not (seen := scheduler.look(id)) or not seen.state.is_final:
-            assert time.monotonic() < deadline, files.log.read_text()
             if not asked and len(list(tmp_path.glob("ready-*"))) == 2:
                 asked = True
                 scheduler.end(id, 20)

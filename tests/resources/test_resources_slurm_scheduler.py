@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from slurm_cluster import SlurmCluster
+from waiting import wait_until
 
 from draftworks.config.launchers import SlurmLauncherSpec
 from draftworks.errors import ConfigError, LauncherError
@@ -47,14 +47,6 @@ def make_request(folder: Path, task: str, nodes: int = 1, procs: int | None = No
     env = {"PYTHONPATH": PROGRAMS, "TORCHELASTIC_ERROR_FILE": str(files.error), "PYTHONUNBUFFERED": "1"}
     job = TorchJob("frame_program", (str(file),), nodes=nodes, procs_per_node=procs)
     return JobRequest("dw-0123456789abcdef", job, env, files, folder / "job.json", **more)
-
-
-def wait_until(condition: Callable[[], object], within_s: float = 120.0) -> float:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < within_s, f"not within {within_s} s"
-        time.sleep(0.1)
-    return time.monotonic() - start
 
 
 def wait_for_ranks(scheduler: SlurmScheduler, id: str, request: JobRequest, count: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ import dagster as dg
 import pytest
 from dagster._core.scheduler.instigation import InstigatorState
 from fleets import Fleet
+from ports import reserve_port
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DAGSTER = Path(sys.executable).with_name("dagster")
@@ -44,7 +45,7 @@ def dagster_dev(fleet: Fleet, home: Path) -> Iterator[subprocess.Popen]:
     """Webserver and daemon over the fleet, ended by an interrupt as at a terminal."""
     location = fleet.root / "location.py"
     location.write_text(LOCATION)
-    command = [DAGSTER, "dev", "-f", location, "-h", "127.0.0.1", "-p", str(free_port())]
+    command = [DAGSTER, "dev", "-f", location, "-h", "127.0.0.1", "-p", str(reserve_port())]
     with (home / "dev.log").open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -60,16 +61,10 @@ def dagster_dev(fleet: Fleet, home: Path) -> Iterator[subprocess.Popen]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(60)
+            process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def sensor_states(instance: dg.DagsterInstance) -> list[InstigatorState]:
@@ -89,12 +84,8 @@ def lose_cursor(instance: dg.DagsterInstance) -> None:
     instance.update_instigator_state(state.with_data(state.instigator_data._replace(cursor=None)))
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen, home: Path, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        alive = process.poll() is None and time.monotonic() < deadline
-        assert alive, (home / "dev.log").read_text()[-3000:]
-        time.sleep(0.1)
+def wait_for_daemon(condition: Callable[[], bool], process: subprocess.Popen, home: Path) -> None:
+    wait_until(condition, lambda: (home / "dev.log").read_text()[-3000:], possible=lambda: process.poll() is None)
 
 
 @pytest.mark.slow
@@ -104,13 +95,13 @@ def test_the_daemon_starts_one_run_for_the_changed_target_and_none_after_a_resta
     with dg.DagsterInstance.from_config(str(home)) as instance:
         with dagster_dev(fleet, home) as process:
             # The run fails, for there is no real model: it must not be tried again either.
-            wait_until(lambda: any(run.is_finished for run in instance.get_runs()), process, home)
+            wait_for_daemon(lambda: any(run.is_finished for run in instance.get_runs()), process, home)
             failed = time.time()
-            wait_until(lambda: has_looked_since(instance, failed), process, home)
+            wait_for_daemon(lambda: has_looked_since(instance, failed), process, home)
         lose_cursor(instance)
         restarted = time.time()
         with dagster_dev(fleet, home) as process:
-            wait_until(lambda: has_looked_since(instance, restarted), process, home)
+            wait_for_daemon(lambda: has_looked_since(instance, restarted), process, home)
         (run,) = instance.get_runs()
     assert (run.job_name, run.tags["dagster/partition"]) == ("evaluate", "two")
     assert run.tags["draftworks/because"] == "changed: eagle3 draft"

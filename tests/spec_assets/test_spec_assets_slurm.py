@@ -16,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from slurm_cluster import SlurmCluster
+from waiting import wait_for, wait_until
 
 from draftworks.config.launchers import SlurmLauncherSpec
 from draftworks.config.run_files import CaptureRun, TrainRun
@@ -31,7 +32,6 @@ from resources.slurm_scheduler import SlurmScheduler
 from resources.torch_job import JobIdentity, JobState, RunDir, TorchJob
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-PATIENCE_S = 180.0
 WEIGHTS = "model.safetensors"
 
 
@@ -63,21 +63,17 @@ def start(cluster: SlurmCluster, run: TrainRun, folder: Path, nodes: int) -> tup
 
 
 def wait_for_end(scheduler: SlurmScheduler, id: str) -> JobState:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (seen := scheduler.look(id)) or not seen.state.is_final:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return seen.state
+    return wait_for(lambda: seen.state if (seen := scheduler.look(id)) and seen.state.is_final else None)
 
 
 def wait_for_words(scheduler: SlurmScheduler, id: str, files: RunDir, words: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not files.log.exists() or words not in files.log.read_text():
+    def runs() -> bool:
         seen = scheduler.look(id)
-        assert seen is not None
-        assert not seen.state.is_final, files.log.read_text()
-        assert time.monotonic() < deadline, files.log.read_text()
-        time.sleep(0.2)
+        return seen is not None and not seen.state.is_final
+
+    wait_until(
+        lambda: files.log.exists() and words in files.log.read_text(), lambda: files.log.read_text(), possible=runs
+    )
 
 
 def test_the_graph_on_slurm_gives_the_local_draft_bit_for_bit(finished: Any, cluster: SlurmCluster, tmp_path: Path):

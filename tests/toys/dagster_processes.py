@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,8 +15,10 @@ from typing import Any
 import dagster as dg
 import httpx
 import psutil
+import waiting
 from deploy_toys import CHECKOUT, DEPLOY, read_environment, read_unit
-from postgres_server import find_free_port
+from ports import reserve_port
+from waiting import HANG_S
 
 CODE, WEBSERVER, DAEMON = "code", "webserver", "daemon"
 VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -53,7 +54,7 @@ class Processes:
         home = folder / "home"
         home.mkdir()
         (home / "dagster.yaml").symlink_to(DEPLOY / "dagster.yaml")
-        ports = {name: str(find_free_port()) for name in ("DRAFTWORKS_CODE_PORT", "DRAFTWORKS_UI_PORT")}
+        ports = {name: str(reserve_port()) for name in ("DRAFTWORKS_CODE_PORT", "DRAFTWORKS_UI_PORT")}
         folders = {"DAGSTER_HOME": str(home), "DRAFTWORKS_COMPUTE_LOGS": str(folder / "compute_logs")}
         return cls(folder, location, {**os.environ, **read_environment(), **variables, **ports, **folders})
 
@@ -94,7 +95,7 @@ class Processes:
 
     def ask(self, query: str, **variables: Any) -> dict[str, Any] | None:
         """Return the answer of the webserver's GraphQL interface; None if the request failed."""
-        return httpx.post(f"{self.url}/graphql", json={"query": query, "variables": variables}, timeout=60).json()[
+        return httpx.post(f"{self.url}/graphql", json={"query": query, "variables": variables}, timeout=HANG_S).json()[
             "data"
         ]
 
@@ -133,13 +134,11 @@ class Processes:
         answer = self.ask("query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }", id=run_id)
         return (answer or {"runOrError": {}})["runOrError"].get("status")
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            ended = [name for name, process in self.running.items() if process.poll() is not None]
-            assert not ended, f"ended: {ended}\n{self.read_logs()}"
-            assert time.monotonic() < deadline, self.read_logs()
-            time.sleep(0.1)
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        waiting.wait_until(condition, self.read_logs, possible=self._are_running)
+
+    def _are_running(self) -> bool:
+        return all(process.poll() is None for process in self.running.values())
 
     def read_logs(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))

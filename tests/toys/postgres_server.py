@@ -7,20 +7,20 @@ import platform
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ports import reserve_port
+from waiting import wait_until
 
 PACKAGES = Path(__file__).resolve().parents[2] / ".cluster" / "root"
 USER, DATABASE, PASSWORD = "draftworks", "draftworks", "a password: @/%"
 SERVANT = "nobody"
 """Postgres refuses to run as root: where the tests do, it runs as this user."""
-START_S = 30.0
 
 
 @dataclass
@@ -51,11 +51,12 @@ class PostgresServer:
                 start_new_session=True,
                 **_as_servant(),
             )
-        deadline = time.monotonic() + START_S
-        while self.run("pg_isready", check=False).returncode:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"Postgres does not start: {(self.folder / 'server.log').read_text()[-2000:]}")
-            time.sleep(0.05)
+        process = self.process
+        wait_until(
+            lambda: self.run("pg_isready", check=False).returncode == 0,
+            lambda: f"Postgres: {(self.folder / 'server.log').read_text()[-2000:]}",
+            possible=lambda: process.poll() is None,
+        )
 
     def kill(self) -> None:
         """End all its processes at once, as a crash of its machine would."""
@@ -68,7 +69,7 @@ class PostgresServer:
     def stop(self) -> None:
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)  # a fast shutdown: it waits for nobody
-            self.process.wait(START_S)
+            self.process.wait()
             self.process = None
 
     def run(self, program: str, *words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -123,22 +124,17 @@ def postgres_server() -> Iterator[PostgresServer]:
     """A server with an empty database, ended and removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="postgres-"))
     try:
-        server = PostgresServer(folder, _find_programs(folder), find_free_port())
+        server = PostgresServer(folder, _find_programs(folder), reserve_port())
         server._create()
         try:
             yield server
         finally:
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 server.stop()
-            server.kill()
+            finally:
+                server.kill()
     finally:
         shutil.rmtree(folder)
-
-
-def find_free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def _find_programs(folder: Path) -> Path:

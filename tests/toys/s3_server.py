@@ -6,20 +6,21 @@ import importlib.metadata
 import json
 import os
 import signal
-import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ports import reserve_port
+from waiting import wait_until
+
 from draftworks.config.object_storage import BucketAccess
-from draftworks.storage.object_store import ObjectStore
+from draftworks.storage.object_store import ObjectStorageError, ObjectStore
 
 BUCKET = "drafts"
-PATIENCE_S = 90.0
 RIGHTS = {
     "WRITER": ("writer-key", "a secret to write", ["Admin", "Read", "Write", "List"]),
     "READER": ("reader-key", "a secret to read", ["Read", "List"]),
@@ -34,18 +35,12 @@ def set_keys(environ: Any) -> None:
         environ[f"{user}_KEY"], environ[f"{user}_SECRET"] = key, secret
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 @dataclass
 class S3Server:
     """A SeaweedFS server below `folder`, with the bucket `BUCKET`."""
 
     folder: Path
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=reserve_port)
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -79,8 +74,8 @@ class S3Server:
         (self.folder / "users.json").write_text(json.dumps({"identities": users}))
         command = [
             *(weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", "-master.volumeSizeLimitMB=64"),
-            *(f"-master.port={free_port()}", f"-volume.port={free_port()}", f"-filer.port={free_port()}"),
-            *(f"-{part}.port.grpc={free_port()}" for part in ("master", "volume", "filer", "s3")),
+            *(f"-master.port={reserve_port()}", f"-volume.port={reserve_port()}", f"-filer.port={reserve_port()}"),
+            *(f"-{part}.port.grpc={reserve_port()}" for part in ("master", "volume", "filer", "s3")),
             *("-s3.port.iceberg=0", "-s3.port.lance=0"),
             *("-volume.max=40", "-filer", "-s3", f"-s3.port={self.port}", f"-s3.config={self.folder / 'users.json'}"),
         ]
@@ -88,37 +83,39 @@ class S3Server:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.folder
             )
-        self._wait_until_it_answers()
-        objects, ends = self.connect(), time.monotonic() + PATIENCE_S
-        while True:  # its volumes come a little later than its answers
-            try:
-                objects.require_writable()
-                return
-            except Exception:
-                if time.monotonic() > ends:
-                    raise
-                time.sleep(0.2)
+        wait_until(self._answers, self._read_log, possible=self._is_running)
+        objects = self.connect()
+        wait_until(lambda: _is_writable(objects), self._read_log, possible=self._is_running)
 
     def kill(self) -> None:
         """End the server as a power cut would."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(PATIENCE_S)
+        self.process.wait()
         self.process = None
 
-    def _wait_until_it_answers(self) -> None:
-        ends = time.monotonic() + PATIENCE_S
-        while True:
-            assert self.process is not None
-            assert self.process.poll() is None, (self.folder / "log").read_text()[-3000:]
-            try:
-                urllib.request.urlopen(self.endpoint, timeout=5).close()
-                return
-            except urllib.error.HTTPError:
-                return
-            except OSError:
-                assert time.monotonic() < ends, (self.folder / "log").read_text()[-3000:]
-                time.sleep(0.1)
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(self.endpoint, timeout=5).close()
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def _read_log(self) -> str:
+        return (self.folder / "log").read_text()[-3000:]
+
+
+def _is_writable(objects: ObjectStore) -> bool:
+    """Whether its volumes are there, which come a little later than its answers."""
+    with suppress(ObjectStorageError):
+        objects.require_writable()
+        return True
+    return False
 
 
 def _find_program() -> str:

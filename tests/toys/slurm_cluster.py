@@ -11,14 +11,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from network_namespaces import LOOPBACK, Host
+from ports import reserve_ports
+from waiting import wait_until
 
 from draftworks.distributed.parent_death import build_shim_command
 
@@ -164,10 +165,10 @@ class SlurmCluster:
             )
         return False
 
-    def empty(self, within_s: float = 60.0) -> None:
+    def empty(self) -> None:
         """End all jobs and wait for idle nodes, so that the next test finds what the first one found."""
         self.ask("scancel", f"--user={getpass.getuser()}")
-        _wait_for(lambda: self.nodes_are("idle"), self._require_daemons, "idle nodes", within_s)
+        _wait_for(lambda: self.nodes_are("idle"), self._require_daemons, "idle nodes")
 
     def end(self) -> None:
         """End all jobs and daemons; kill what is left of either."""
@@ -223,7 +224,7 @@ def _write_files(cluster: SlurmCluster) -> None:
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
-    ports = _find_free_ports(1 + len(NODES))
+    ports = reserve_ports(1 + len(NODES))
     nodes = [
         NODE.format(name=name, host=host, address=place.address, port=port)
         for name, place, port in zip(NODES, cluster.hosts, ports[1:])
@@ -271,23 +272,9 @@ def _munge_options(folder: Path) -> list[str]:
     return ["--foreground", "--force", *(f"--{option}={folder}/munge.{end}" for option, end in files.items())]
 
 
-def _find_free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def _wait_for(condition, check, what: str, within_s: float = START_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        check()
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no {what} within {within_s:g} s")
-        time.sleep(0.2)
+def _wait_for(condition: Callable[[], bool], check: Callable[[], None], what: str) -> None:
+    """Wait for `what`; `check` raises if it cannot come."""
+    wait_until(lambda: check() or condition(), what)
 
 
 def find_daemons(mark: str) -> list[psutil.Process]:
