@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 from frame_program import FrameRun
-from processes import wait_until_ended
+from processes import ending, kill_all, wait_until_ended
+from waiting import wait_until
 
 from draftworks.config.run_files import COPY_VARIABLE, CaptureRun, ExportRun, TargetFiles
 from draftworks.errors import ConfigError, StoreError
@@ -25,10 +28,14 @@ PYTHON = (sys.executable, "-m")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 
 
-def start(run: dict, tmp_path: Path, launcher: tuple[str, ...] = PYTHON, **env: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(
+    run: dict, tmp_path: Path, launcher: tuple[str, ...] = PYTHON, **env: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A program that is ended with all of its session, whatever the test comes to."""
     (tmp_path / "out").mkdir()
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"out": "out", **run}))
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*launcher, "frame_program", str(tmp_path / "run.yaml")],
         env={
             **os.environ,
@@ -40,24 +47,27 @@ def start(run: dict, tmp_path: Path, launcher: tuple[str, ...] = PYTHON, **env: 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
+    with ending(process):
+        yield process
 
 
-def wait_for(program: subprocess.Popen[str], file: Path) -> None:
-    while not file.exists():
-        assert program.poll() is None
-        time.sleep(0.02)
+def wait_for_file(program: subprocess.Popen[str], file: Path) -> None:
+    wait_until(file.exists, str(file), possible=lambda: program.poll() is None)
 
 
 def test_runs_by_hand_without_torchrun_and_prints_its_report(tmp_path: Path) -> None:
-    out, err = start({"task": "sum"}, tmp_path).communicate(timeout=60)
+    with started({"task": "sum"}, tmp_path) as program:
+        out, err = program.communicate()
     log, _, report = out.partition("\n")
     assert log == "task sum", err
     assert json.loads(report) == {"sum": 0, "ranks": 1, "out": str(tmp_path / "out")}
 
 
 def test_runs_by_hand_under_torchrun_in_a_process_group(tmp_path: Path) -> None:
-    out, err = start({"task": "sum", "ranks": 2}, tmp_path, TORCHRUN).communicate(timeout=60)
+    with started({"task": "sum", "ranks": 2}, tmp_path, TORCHRUN) as torchrun:
+        out, err = torchrun.communicate()
     assert "[rank 0] task sum" in out, err
     assert "[rank 1] task sum" in out
     assert '"sum": 1' in out
@@ -66,8 +76,8 @@ def test_runs_by_hand_under_torchrun_in_a_process_group(tmp_path: Path) -> None:
 
 def test_user_error_prints_its_message_alone(tmp_path: Path) -> None:
     error_file = tmp_path / "error.json"
-    program = start({"task": "user_error"}, tmp_path, TORCHELASTIC_ERROR_FILE=str(error_file))
-    _, err = program.communicate(timeout=60)
+    with started({"task": "user_error"}, tmp_path, TORCHELASTIC_ERROR_FILE=str(error_file)) as program:
+        _, err = program.communicate()
     assert program.returncode == 2
     assert err == "error: taps: expected at most 8, found 9. Use fewer.\n"
     failure = RankFailure.read(error_file)
@@ -77,8 +87,8 @@ def test_user_error_prints_its_message_alone(tmp_path: Path) -> None:
 
 
 def test_bad_run_file_is_a_user_error(tmp_path: Path) -> None:
-    program = start({"task": "sum", "rank": 2}, tmp_path)
-    _, err = program.communicate(timeout=60)
+    with started({"task": "sum", "rank": 2}, tmp_path) as program:
+        _, err = program.communicate()
     assert program.returncode == 2
     assert "run.yaml" in err
     assert "rank" in err
@@ -99,61 +109,73 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
 
 
 def test_crash_prints_its_traceback(tmp_path: Path) -> None:
-    program = start({"task": "crash"}, tmp_path)
-    _, err = program.communicate(timeout=60)
+    with started({"task": "crash"}, tmp_path) as program:
+        _, err = program.communicate()
     assert program.returncode == 1
     assert "Traceback" in err
     assert "RuntimeError: a ghost in the machine" in err
 
 
 def test_sigterm_interrupts_and_lets_the_program_save(tmp_path: Path) -> None:
-    program = start({"task": "wait"}, tmp_path)
-    wait_for(program, tmp_path / "out" / "ready-0")
-    program.send_signal(signal.SIGTERM)
-    _, err = program.communicate(timeout=40)
+    with started({"task": "wait"}, tmp_path) as program:
+        wait_for_file(program, tmp_path / "out" / "ready-0")
+        program.send_signal(signal.SIGTERM)
+        _, err = program.communicate()
     assert program.returncode == 128 + signal.SIGTERM
     assert (tmp_path / "out" / "saved-0").exists()
     assert err == "interrupted by SIGTERM\n"
 
 
-def started_ranks(task: str, tmp_path: Path, **env: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    torchrun = start({"task": task}, tmp_path, TORCHRUN, **env)
-    for rank in (0, 1):
-        wait_for(torchrun, tmp_path / "out" / f"ready-{rank}")
-    ranks = psutil.Process(torchrun.pid).children(recursive=True)
-    assert len(ranks) >= 2
-    return torchrun, ranks
+@dataclass(frozen=True)
+class Ranks:
+    """A torchrun whose ranks are at work."""
+
+    torchrun: subprocess.Popen[str]
+    ranks: list[psutil.Process]
+
+
+@contextmanager
+def started_ranks(task: str, tmp_path: Path, **env: str) -> Iterator[Ranks]:
+    with started({"task": task}, tmp_path, TORCHRUN, **env) as torchrun:
+        for rank in (0, 1):
+            wait_for_file(torchrun, tmp_path / "out" / f"ready-{rank}")
+        ranks = psutil.Process(torchrun.pid).children(recursive=True)
+        assert len(ranks) >= 2
+        try:
+            yield Ranks(torchrun, ranks)
+        finally:
+            kill_all(ranks)
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_repeated_signals_to_every_process_let_all_ranks_save(first: signal.Signals, tmp_path: Path) -> None:
     """As Slurm and terminals do it; the last one, to torchrun alone, is a launcher's."""
-    torchrun, ranks = started_ranks("wait", tmp_path)
-    for signum in (first, signal.SIGTERM):
-        for process in (psutil.Process(torchrun.pid), *ranks):
-            process.send_signal(signum)
-    torchrun.terminate()
-    _, err = torchrun.communicate(timeout=40)
-    wait_until_ended(*ranks)
+    with started_ranks("wait", tmp_path) as job:
+        for signum in (first, signal.SIGTERM):
+            for process in (psutil.Process(job.torchrun.pid), *job.ranks):
+                process.send_signal(signum)
+        job.torchrun.terminate()
+        _, err = job.torchrun.communicate()
+        wait_until_ended(*job.ranks)
     assert (tmp_path / "out" / "saved-0").exists(), err
     assert (tmp_path / "out" / "saved-1").exists(), err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
 def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
-    torchrun, ranks = started_ranks("wait", tmp_path)
-    torchrun.kill()
-    torchrun.communicate(timeout=40)
-    wait_until_ended(*ranks)
+    with started_ranks("wait", tmp_path) as job:
+        job.torchrun.kill()
+        job.torchrun.communicate()
+        wait_until_ended(*job.ranks)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"saved-0", "saved-1"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
 def test_ranks_that_do_not_stop_die_some_time_after_torchrun(tmp_path: Path) -> None:
-    torchrun, ranks = started_ranks("stuck", tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
-    torchrun.kill()
-    torchrun.communicate(timeout=40)
-    wait_until_ended(*ranks)
+    with started_ranks("stuck", tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1") as job:
+        job.torchrun.kill()
+        job.torchrun.communicate()
+        wait_until_ended(*job.ranks)
 
 
 def test_progress_is_limited_and_from_rank_0(capsys: pytest.CaptureFixture[str]) -> None:

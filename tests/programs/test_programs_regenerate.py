@@ -11,6 +11,7 @@ from answer_toys import answering_run, conversation, rows_of
 from fake_chat import FakeChat
 from forked_ranks import ForkedRanks
 from json_server import json_server
+from waiting import HANG_S
 
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
@@ -49,7 +50,7 @@ def answer_on_nodes(target: TargetFiles, folder: Path, nodes: int, python: Path)
     """Run the program on so many nodes, each with an SGLang that answers no more than two requests at a time."""
     folder.mkdir()
     capture = CaptureSpec(backend="sglang_server", compute_dtype="float32", device="cpu", server={"max_outstanding": 2})
-    sglang = SGLangSpec(python=str(python), start_timeout_s=60, grace_s=1, attempts=5)
+    sglang = SGLangSpec(python=str(python), start_timeout_s=HANG_S, grace_s=1, attempts=5)
     sources = [conversation(number) for number in range(12)]
     run = answering_run(target, folder, sources, capture=capture, sglang=sglang)
     run.out.mkdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import psutil
 import pytest
 from fake_speculating_sglang import Script, fake_python
 from processes import wait_until_ended
+from waiting import HANG_S, wait_until
 
 from draftworks.config.run_files import ServeRun, TargetFiles
 from draftworks.config.serving import ServingSpec
@@ -43,7 +43,7 @@ def serve_run(folder: Path, target: TargetFiles, script: Script, **serving: obje
         draft_tokens=2,
         serving=ServingSpec(**{"prompts": 1, "compute_dtype": "float32", "device": "cpu", **serving}),
         logs=folder / "server",
-        sglang=SGLangSpec(python=str(fake_python(folder, script)), start_timeout_s=120, grace_s=2),
+        sglang=SGLangSpec(python=str(fake_python(folder, script)), start_timeout_s=HANG_S, grace_s=2),
         max_length=64,
     )
 
@@ -84,13 +84,11 @@ def test_a_program_that_is_cancelled_or_killed_leaves_no_server(tiny_target, tmp
     file = run.save(tmp_path / "run.yaml")
     program = subprocess.Popen([sys.executable, "-m", "draftworks.programs.serve", str(file)], start_new_session=True)
     try:
-        deadline = time.monotonic() + 200
-        while not (tmp_path / "asked").exists() and program.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until((tmp_path / "asked").exists, "a request", possible=lambda: program.poll() is None)
         child = psutil.Process(int((tmp_path / "child").read_text()))
         server = child.parent()
         program.send_signal(signum)
-        assert program.wait(120) == (128 + signum if signum == signal.SIGTERM else -signum)
+        assert program.wait() == (128 + signum if signum == signal.SIGTERM else -signum)
         wait_until_ended(server)
         if signum == signal.SIGTERM:  # who is killed cannot look after a server's children: SGLang's own end with it
             wait_until_ended(child)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import psutil
 import pytest
 from draft_run_files import OPTIONS, STREAMS, TRAINING, RunFiles
 from forked_ranks import ForkedRanks
+from processes import end_tree, ending
 from safetensors.torch import load_file
+from waiting import HANG_S, wait_until
 
 from draftworks.config.run_files import TargetFiles, TrainRun
 from draftworks.drafts.draft_io import read_draft_config
@@ -27,7 +28,6 @@ from draftworks.training.history import History
 LONG = TRAINING.model_copy(
     update={"epochs": 99.0, "max_steps": 120, "save_every": 5, "eval_every": 30, "device": "cpu", "processes": 2}
 )
-DEADLINE_S = 120.0
 
 
 @pytest.fixture
@@ -61,17 +61,16 @@ def terminated(launcher: list[str], run: TrainRun) -> int:
     So does Slurm, within a millisecond, and torchrun passes it on once more.
     """
     process = started(launcher, run)
-    end = time.monotonic() + DEADLINE_S
-    while not checkpoints(run).steps() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.02)
-    everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for each in everyone * 2:
-        each.terminate()
-    return process.wait(DEADLINE_S)
+    with ending(process):
+        wait_until(lambda: checkpoints(run).steps(), "a checkpoint", possible=lambda: process.poll() is None)
+        everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for each in everyone * 2:
+            each.terminate()
+        return process.wait()
 
 
 @pytest.mark.slow
-def test_terminated_torchrun_goes_on_to_the_same_weights(files: RunFiles) -> None:
+def test_terminated_torchrun_goes_on_to_the_same_weights(files: RunFiles, request: pytest.FixtureRequest) -> None:
     run = files.train_run(training=LONG)
     logs = files.folder / "logs"
     assert terminated(torchrun(logs), run) != 0
@@ -87,11 +86,12 @@ def test_terminated_torchrun_goes_on_to_the_same_weights(files: RunFiles) -> Non
     undisturbed = files.train_run(training=LONG, out=files.folder / "undisturbed")
     undisturbed.out.mkdir()
     again = started(torchrun(files.folder / "more-logs"), run)
+    request.addfinalizer(lambda: end_tree(again))
     undisturbed_file = str(undisturbed.save(undisturbed.out / "run.yaml"))
     log = undisturbed.out / "out.log"
     ranks = ForkedRanks.start("draftworks.programs.train", [undisturbed_file], 2, files.folder / "ranks", log)
-    assert ranks.wait(DEADLINE_S) == [0, 0], log.read_text()
-    assert again.wait(DEADLINE_S) == 0
+    assert ranks.wait(HANG_S) == [0, 0], log.read_text()
+    assert again.wait() == 0
     assert read_draft_config(run.out).weights_digest == read_draft_config(undisturbed.out).weights_digest
     sessions = History.load(run.out / "history.json").sessions
     assert [(session.start_step, session.world_size) for session in sessions] == [(0, 2), (stopped_after, 2)]

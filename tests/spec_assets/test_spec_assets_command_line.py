@@ -23,7 +23,7 @@ def execute(site, job: str, partition: str, **environment: str) -> subprocess.Co
     command = [str(DAGSTER), "job", "execute", "-f", str(site.module()), "-j", job]
     command += ["--tags", f'{{"dagster/partition": "{partition}"}}', "-c", str(ROOT / "jobs" / "console.yaml")]
     environment = {**os.environ, "DAGSTER_HOME": str(home), **environment}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_an_unknown_partition_fails_with_its_name(site):
@@ -45,7 +45,7 @@ def test_a_failing_step_gives_its_message_and_a_non_zero_exit_code(site):
 def test_dg_finds_the_project_and_refuses_an_unknown_partition(arguments, code, tmp_path):
     command = [str(DAGSTER.with_name("dg")), *arguments]
     environment = {**os.environ, "DAGSTER_HOME": str(tmp_path)}
-    finished = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == code
     assert code == 0 or "Could not find a partition with key `smal`" in finished.stdout + finished.stderr
 

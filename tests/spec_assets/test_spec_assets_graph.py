@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-import time
 
 import dagster as dg
 import pyarrow.parquet as pq
 import pytest
+from waiting import meanwhile, wait_until
 
 from draftworks.export.names import GATE_MEANINGS
 from draftworks.storage.artifacts import ArtifactStore
@@ -181,15 +180,10 @@ def test_a_second_run_on_the_same_partition_waits_for_the_first(site, caplog):
     assert first is not None
 
     def release_once_it_waits() -> None:
-        deadline = time.monotonic() + 60
-        while "is being materialized by another run" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: "is being materialized by another run" in caplog.text, "that the second run waits")
         first.release()
 
-    with caplog.at_level("INFO"):
-        ending = threading.Thread(target=release_once_it_waits)
-        ending.start()
+    with caplog.at_level("INFO"), meanwhile(release_once_it_waits):
         result = site.run("prepare", asset_selection=[dg.AssetKey("conversations")])
-        ending.join()
     assert result.success
     assert "conversations of target small is being materialized by another run" in caplog.text

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import dagster as dg
 import psutil
 import pytest
+from waiting import meanwhile, wait_until
 
 from draftworks.storage.artifacts import ArtifactStore
 
@@ -32,16 +31,11 @@ def once_saved(site, act: Callable[[], None]) -> Iterator[None]:
     """Call `act` from a thread, once a checkpoint of the running training exists."""
 
     def wait_and_act() -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if list(site.var.glob("eagle3_draft/small/*.partial/checkpoints/*/checkpoint.json")):
-                return act()
-            time.sleep(0.05)
+        wait_until(lambda: list(site.var.glob("eagle3_draft/small/*.partial/checkpoints/*/checkpoint.json")))
+        act()
 
-    thread = threading.Thread(target=wait_and_act)
-    thread.start()
-    yield
-    thread.join()
+    with meanwhile(wait_and_act):
+        yield
 
 
 def train(site, *, torchrun: tuple[str, ...] = (), **draft) -> dg.ExecuteInProcessResult:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from processes import ending
 from test_spec_assets_command_line import DAGSTER, ROOT
+from waiting import wait_until
 
 
 def start(site, home: Path, *command: str) -> subprocess.Popen:
@@ -29,13 +30,6 @@ def commands_of(home: Path) -> list[str]:
     return found
 
 
-def wait_until(condition, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return condition()
-
-
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(site):
     site.write_chats(20)
@@ -44,12 +38,13 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(site):
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
     run = start(site, home, "job", "execute", "-j", "prepare", "--tags", '{"dagster/partition": "small"}')
     program = "draftworks.programs.regenerate"
-    assert wait_until(lambda: any(program in command for command in commands_of(home)), 100)
+    wait_until(lambda: any(program in command for command in commands_of(home)), possible=lambda: run.poll() is None)
 
     run.kill()
     run.wait()
 
-    assert wait_until(lambda: commands_of(home) == [], 30), commands_of(home)
+    wait_until(lambda: commands_of(home) == [], lambda: f"the end of {commands_of(home)}")
     following = start(site, home, "asset", "materialize", "--select", "target_model,responses", "--partition", "small")
-    assert following.wait(200) == 0
+    with ending(following):
+        assert following.wait() == 0
     assert "was killed: it is marked as failed" in (home / "err.log").read_text()

@@ -8,7 +8,8 @@ import threading
 import dagster as dg
 import pytest
 from test_spec_assets_command_line import ROOT
-from test_spec_assets_killed_run import commands_of, start, wait_until
+from test_spec_assets_killed_run import commands_of, start
+from waiting import HANG_S, wait_until
 
 from spec_assets.run_record import end_with_record
 
@@ -42,7 +43,7 @@ def test_a_record_that_is_over_ends_the_run_once(last: dg.DagsterRun | None) -> 
         ended.set()
 
     with end_with_record(Storage(STARTED, OSError("locked"), last), "r", end, every_s=0.01):
-        assert ended.wait(20)
+        assert ended.wait(HANG_S)
     assert calls == [1]
 
 
@@ -50,7 +51,7 @@ def test_a_run_that_goes_on_is_left_alone() -> None:
     storage, looked = Storage(STARTED), threading.Event()
     storage.get_run_by_id = lambda run_id: looked.set() or STARTED
     with end_with_record(storage, "r", lambda: pytest.fail("ended"), every_s=0.01):
-        assert looked.wait(20)
+        assert looked.wait(HANG_S)
 
 
 @pytest.mark.slow
@@ -60,11 +61,14 @@ def test_a_forced_termination_of_a_run_that_nobody_reaches_leaves_no_process(sit
     home.mkdir()
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
     started = start(site, home, "job", "execute", "-j", "prepare", "--tags", '{"dagster/partition": "small"}')
-    assert wait_until(lambda: any("programs.regenerate" in command for command in commands_of(home)), 100)
+    wait_until(
+        lambda: any("programs.regenerate" in command for command in commands_of(home)),
+        possible=lambda: started.poll() is None,
+    )
 
     with dg.DagsterInstance.from_config(str(home)) as instance:
         (run,) = instance.get_runs()
         instance.report_run_canceled(run)
-        assert started.wait(60) != 0
-        assert wait_until(lambda: commands_of(home) == [], 30), commands_of(home)
+        assert started.wait() != 0
+        wait_until(lambda: commands_of(home) == [], lambda: f"the end of {commands_of(home)}")
         assert instance.get_run_by_id(run.run_id).status is dg.DagsterRunStatus.CANCELED

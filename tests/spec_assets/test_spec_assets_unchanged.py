@@ -14,8 +14,10 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
+from processes import ending
 from test_spec_assets_command_line import ROOT
-from test_spec_assets_killed_run import commands_of, start, wait_until
+from test_spec_assets_killed_run import commands_of, start
+from waiting import wait_until
 
 from draftworks.storage.file_lock import try_lock
 
@@ -36,7 +38,8 @@ def made(finished, tmp_path_factory) -> Any:
 
 def finish(site: Any, home: Path) -> subprocess.CompletedProcess:
     run = start(site, home, *JOB, *CONSOLE)
-    return subprocess.CompletedProcess(run.args, run.wait(280))
+    with ending(run):
+        return subprocess.CompletedProcess(run.args, run.wait())
 
 
 def last_run(home: Path) -> tuple[dg.DagsterRun, list[dg.DagsterEvent]]:
@@ -138,16 +141,15 @@ def waiting(made) -> Iterator[subprocess.Popen]:
 
     with try_lock(made.var / "leaderboard" / ".lock"):
         run = start(made, home_of(made), *JOB, *CONSOLE)
-        assert wait_until(waits, 120)
-        yield run
-        if run.poll() is None:
-            run.kill()
+        with ending(run):
+            wait_until(waits, "the run's last step", possible=lambda: run.poll() is None)
+            yield run
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_that_works_in_its_own_process(made, waiting, sent):
     waiting.send_signal(sent)
-    assert waiting.wait(30) != 0
+    assert waiting.wait() != 0
     run, _ = last_run(home_of(made))
     assert run.is_finished
     assert not run.is_success
@@ -156,5 +158,5 @@ def test_a_signal_ends_a_run_that_works_in_its_own_process(made, waiting, sent):
 
 def test_a_killed_run_that_worked_in_its_own_process_leaves_nothing(made, waiting):
     os.kill(waiting.pid, signal.SIGKILL)
-    waiting.wait(30)
-    assert wait_until(lambda: commands_of(home_of(made)) == [], 30)
+    waiting.wait()
+    wait_until(lambda: commands_of(home_of(made)) == [], lambda: f"the end of {commands_of(home_of(made))}")
