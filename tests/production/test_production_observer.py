@@ -165,14 +165,16 @@ def test_a_model_under_another_name_is_read_if_the_entry_gives_that_name(stack: 
 
 
 def test_a_dead_and_a_slow_server_do_not_stop_the_others(stack: ExitStack, tmp_path: Path):
-    slow, good = Pages(sglang_pages(), delay_s=1.0), Pages(vllm_pages(5, 5))
+    slow, good = Pages(sglang_pages()), Pages(vllm_pages(5, 5))
+    slow.gate.clear()
     urls = [stack.enter_context(serve_pages(each)) for each in (slow, good)]
     servers = [
         {"name": "dead", "url": "http://127.0.0.1:9", "kind": "sglang", "timeout_s": 1.0},
         {"name": "slow", "url": urls[0], "kind": "sglang", "timeout_s": 0.3},
-        {"name": "good", "url": urls[1], "kind": "vllm"},
+        {"name": "good", "url": urls[1], "kind": "vllm", "timeout_s": 60.0},
     ]
     dead, late, found = ObservedSite.make(tmp_path, servers).observe()
+    slow.gate.set()
     assert "cannot be reached" in str(dead.problem)
     assert "no answer within 0.3 s" in str(late.problem)
     assert (found.problem, len(found.readings)) == (None, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from waiting import HANG_S
 
 from draftworks.capture.engines.sglang_hosts import ExternalHost
 from draftworks.sglang.client import SGLangClient
@@ -55,7 +55,8 @@ class FakeSGLang:
         answers: instead of the next answer to /generate.
         unwritten: how many calls of /generate yet leave nothing in the spool.
         failures: status codes of the next answers to /generate; 0 closes the connection.
-        delay_s: before every answer to /generate.
+        meeting: nothing is answered on /generate before so many requests are here.
+        gate: nothing is answered on /generate before it is open.
         damage: what becomes of every part before it is written.
         refused: prompts that hold this id are refused.
         fatal: requests for prompts that hold this id are given up.
@@ -71,7 +72,9 @@ class FakeSGLang:
         self.answers: Any = None
         self.unwritten = 0
         self.failures: list[int] = []
-        self.delay_s = 0.0
+        self.meeting = threading.Barrier(1)
+        self.gate = threading.Event()
+        self.gate.set()
         self.damage: Callable[[Part], Part] = lambda part: part
         self.refused = -1
         self.fatal = -1
@@ -82,7 +85,8 @@ class FakeSGLang:
 
     def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.asked.append(body)
-        time.sleep(self.delay_s)
+        self.meeting.wait(HANG_S)
+        self.gate.wait(HANG_S)
         if self.failures:
             return self.failures.pop(0), {"error": {"message": "out of memory"}}
         if any(self.refused in prompt for prompt in body["input_ids"]):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from json_server import QuietHandler, serve
+from waiting import HANG_S
 
 MODEL = "models/small"
 SGLANG_LABELS = f'{{engine_type="unified",model_name="{MODEL}"}}'
@@ -21,13 +22,16 @@ class Pages:
     """What a server answers, by path: a text, bytes, JSON, or a status. A test changes it while the server runs.
 
     Attributes:
-        delay_s: before each answer.
+        gate: nothing is answered before it is open.
         keys: the bearer tokens of the requests so far.
     """
 
     pages: dict[str, Any]
-    delay_s: float = 0.0
+    gate: threading.Event = field(default_factory=threading.Event)
     keys: list[str | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
 
     def find(self, path: str) -> Any:
         found = self.pages.get(path, 404)
@@ -41,7 +45,7 @@ def serve_pages(pages: Pages) -> Iterator[str]:
     class Handler(QuietHandler):
         def do_GET(self) -> None:
             pages.keys.append(self.headers.get("Authorization"))
-            time.sleep(pages.delay_s)
+            pages.gate.wait(HANG_S)
             found = pages.find(self.path)
             status, value = (found, "no") if isinstance(found, int) else (200, found)
             if isinstance(value, (dict, list)):

