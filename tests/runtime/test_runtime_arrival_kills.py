@@ -16,6 +16,7 @@ from gloo_ranks import on_ranks
 from resumable_runs import assert_bit_equal
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing import ProcessExitedException
+from waiting import HANG_S
 
 from draftworks.dataflow.ref_channel import StreamingRefChannel
 from draftworks.features.contracts import SampleRef
@@ -24,7 +25,7 @@ from draftworks.training.backend import ensure_process_group
 
 
 def channel_of(folder: Path) -> StreamingRefChannel:
-    return StreamingRefChannel(folder / "channel", idle_timeout_s=60)
+    return StreamingRefChannel(folder / "channel", idle_timeout_s=HANG_S)
 
 
 def _publish_and_die(rank: int, folder: Path, refs: list[SampleRef]) -> None:

@@ -14,6 +14,7 @@ from gloo_ranks import on_ranks
 from resumable_runs import assert_bit_equal, assert_same_training, without_clocks
 from safetensors.torch import load_file, save_file
 from training_toys import ToyStrategy, eval_loader, ragged_samples, train_loader
+from waiting import HANG_S
 
 from draftworks.dataflow.order_log import read_order, replay_order
 from draftworks.dataflow.ref_channel import StreamingRefChannel
@@ -72,7 +73,7 @@ def die_after(step: int):
 def test_a_killed_training_of_a_consume_once_store_ends_as_the_undisturbed_one(tmp_path: Path, mode: str):
     trainings = []
     for name, deaths in (("straight", ()), ("killed", (1, 3, 5))):
-        channel = StreamingRefChannel(tmp_path / name / "channel", idle_timeout_s=30)
+        channel = StreamingRefChannel(tmp_path / name / "channel", idle_timeout_s=HANG_S)
         run = ArrivalRun.of_channel(tmp_path / name, channel, retain=False, free_at="checkpoint", mode=mode)
         publish(channel, put_samples(run.store))
         for step in deaths:
@@ -124,7 +125,7 @@ def test_a_stream_that_ends_early_ends_the_training_after_its_last_whole_batch(t
 @pytest.mark.usefixtures("one_rank")
 def test_a_signal_ends_the_wait_for_references(tmp_path: Path, store):
     refs = put_samples(store)
-    channel = StreamingRefChannel(tmp_path / "channel", idle_timeout_s=30)
+    channel = StreamingRefChannel(tmp_path / "channel", idle_timeout_s=HANG_S)
     with channel.open_writer() as writer:
         writer.publish_batch(refs[:10])
         run = ArrivalRun.of_channel(tmp_path, channel)

@@ -10,6 +10,7 @@ import torch
 from builder_toys import ARRIVAL, ROWS, make_producer_parts, make_trainer_parts, open_train_samples
 from resumable_runs import assert_bit_equal
 from stream_toys import TRAINING, StreamFiles
+from waiting import HANG_S
 
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.order_log import read_order, replay_order
@@ -115,7 +116,7 @@ def test_online_training_is_the_same_in_every_topology_and_again_from_its_log(st
 
     # Two sides that share nothing but folders; the consumer retains what it reads.
     store = SharedDirFeatureStore(folder / "apart", retain_on_release=True)
-    channel = StreamingRefChannel(folder / "apart-channel", idle_timeout_s=60)
+    channel = StreamingRefChannel(folder / "apart-channel", idle_timeout_s=HANG_S)
     place = {"metadata_db_path": folder / "apart.sqlite"}
     producer = build_disagg_online_producer(make_producer_parts(stream_files, workers=2), store, channel, **place)
     driving = threading.Thread(target=drive_producer, args=[producer])

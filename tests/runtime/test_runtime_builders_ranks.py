@@ -12,6 +12,7 @@ from arrival_toys import HELD_OUT, SAMPLES, SPEC, PackingStrategy, publish, put_
 from gloo_ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from training_toys import eval_loader
+from waiting import HANG_S
 
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.ref_channel import StreamingRefChannel
@@ -44,7 +45,10 @@ def build(folder: Path, stop_after: int | None = None, resume: bool = False) -> 
         persistence=Persistence(CheckpointManager(folder / "checkpoints", "toy"), {"strategy": "toy"}),
         stop_signal=stop_signal,
     )
-    store, channel = SharedDirFeatureStore(folder / "store"), StreamingRefChannel(folder / "channel", idle_timeout_s=60)
+    store, channel = (
+        SharedDirFeatureStore(folder / "store"),
+        StreamingRefChannel(folder / "channel", idle_timeout_s=HANG_S),
+    )
     return build_disagg_online_consumer(
         parts, store, channel, metadata_db_path=folder / "control.sqlite", resume=resume
     )

@@ -15,6 +15,7 @@ from builder_toys import ARRIVAL, ROWS, make_producer_parts, make_trainer_parts
 from capture_toys import WatchedEngine
 from resumable_runs import assert_bit_equal
 from stream_toys import SerialEngine, StreamFiles
+from waiting import HANG_S
 
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.data.chat import ChatTokenizer
@@ -52,7 +53,7 @@ def build(request: pytest.FixtureRequest, tmp_path: Path):
     """Builds a runtime whose references go through a queue or a channel."""
 
     def build(parts: TrainerParts, produced: ProducerParts, **options) -> TrainerRuntime:
-        common = {"watermark": WATERMARK, "idle_timeout_s": 60, "join_timeout_s": 60, **options}
+        common = {"watermark": WATERMARK, "idle_timeout_s": HANG_S, "join_timeout_s": HANG_S, **options}
         if request.param == "queue":
             return build_online_runtime(parts, produced, store=MemoryFeatureStore(), **common)
         store = SharedDirFeatureStore(tmp_path / "store")
@@ -181,7 +182,7 @@ def driving(producer) -> Iterator[list[BaseException]]:
     thread = threading.Thread(target=drive, name="producer")
     thread.start()
     yield failures
-    thread.join(60)
+    thread.join()
     assert not thread.is_alive()
 
 
@@ -189,7 +190,7 @@ def test_a_producer_that_comes_again_loses_no_sample_and_gives_none_twice(stream
     """It dies once while capturing, and once after it has committed and before it has published."""
     folder = stream_files.folder
     store, place = SharedDirFeatureStore(folder / "live"), {"metadata_db_path": folder / "live.sqlite"}
-    channel = StreamingRefChannel(folder / "channel", idle_timeout_s=60)
+    channel = StreamingRefChannel(folder / "channel", idle_timeout_s=HANG_S)
 
     def produce(engine) -> None:
         producer = build_disagg_online_producer(
@@ -217,7 +218,7 @@ def test_a_producer_that_comes_again_loses_no_sample_and_gives_none_twice(stream
 def test_of_producers_with_a_channel_each_one_may_die_and_one_may_never_come(stream_files: StreamFiles, tiny_engine):
     folder = stream_files.folder
     store, place = SharedDirFeatureStore(folder / "live"), {"metadata_db_path": folder / "live.sqlite"}
-    channels = [StreamingRefChannel(folder / name, idle_timeout_s=60) for name in ("dying", "living", "absent")]
+    channels = [StreamingRefChannel(folder / name, idle_timeout_s=HANG_S) for name in ("dying", "living", "absent")]
     long = ARRIVAL.model_copy(update={"max_steps": 50, "eval_every": 0})
     consumer = build_disagg_online_consumer(make_trainer_parts(stream_files, long), store, channels, **place)
     sound = SerialEngine(tiny_engine)
@@ -244,7 +245,7 @@ def fail_to_publish(writer, refs) -> int:
 def test_a_consumer_that_fails_ends_a_producer_of_another_process_with_its_reason(stream_files: StreamFiles):
     folder = stream_files.folder
     store, place = SharedDirFeatureStore(folder / "live"), {"deployment_mode": "local_colocated"}
-    channel = StreamingRefChannel(folder / "channel", idle_timeout_s=60)
+    channel = StreamingRefChannel(folder / "channel", idle_timeout_s=HANG_S)
     consumer = build_disagg_online_consumer(make_trainer_parts(stream_files), store, channel, **place)
     producer = build_disagg_online_producer(
         make_producer_parts(stream_files), store, channel, watermark=WATERMARK, **place

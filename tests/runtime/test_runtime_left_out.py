@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from forked_ranks import ForkedRanks
 from stream_toys import STREAMS, TRAINING, SerialEngine, StreamFiles, make_rows
+from waiting import HANG_S
 
 from draftworks.capture.engine import TargetEngine
 from draftworks.config.draft_config import read_draft_config
@@ -46,7 +47,7 @@ class FailingEngine(SerialEngine):
 
 def with_failures(files: StreamFiles, engine: TargetEngine, bad: Sequence[str], **settings: Any) -> StreamFiles:
     failing = FailingEngine(engine, bad)
-    chosen = StreamingSpec(**{"watermark": {"samples": 8}, "timeout_s": 60, **settings})
+    chosen = StreamingSpec(**{"watermark": {"samples": 8}, "timeout_s": HANG_S, **settings})
     return replace(files, engine=lambda: failing, capture_options={"max_failed_share": 0.2}, settings=chosen)
 
 

@@ -18,6 +18,7 @@ from forked_ranks import ForkedRanks
 from forking_launcher import make_forking_launcher
 from stream_cast import RANKS, Kill, StreamCast
 from stream_toys import TRAINING, StreamFiles
+from waiting import HANG_S
 
 from draftworks.config.launchers import LocalLauncherSpec
 from draftworks.config.run_files import StoreSpec
@@ -33,7 +34,7 @@ from spec_assets.stream_services import locate_database, make_stream_place, make
 
 pytestmark = pytest.mark.mooncake
 LONG = TRAINING.model_copy(update={"epochs": 7, "save_every": 4, "keep_checkpoints": 1})
-SETTINGS = StreamingSpec(watermark={"samples": 8}, timeout_s=120, lease_s=4, keep="capture_again")
+SETTINGS = StreamingSpec(watermark={"samples": 8}, timeout_s=HANG_S, lease_s=4, keep="capture_again")
 """Producers are needed until the last step."""
 
 
@@ -44,7 +45,7 @@ def stored(tiny_target, tiny_engine, tmp_path_factory) -> str:
     files.capture("train")
     path = files.train_run("stored", streamed=False, training=LONG).save(files.folder / "run.yaml")
     ranks = ForkedRanks.start("draftworks.programs.train", [str(path)], RANKS, files.folder / "r", files.folder / "log")
-    assert ranks.wait(240) == [0] * RANKS, (files.folder / "log").read_text()
+    assert ranks.wait(HANG_S) == [0] * RANKS, (files.folder / "log").read_text()
     return json.loads((files.folder / "stored" / "config.json").read_text())["weights_digest"]
 
 

@@ -8,6 +8,7 @@ import pytest
 from dataflow_toys import toy_slim_ref
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from draftworks.dataflow.ref_channel import StreamingRefChannel
 from draftworks.dataflow.ref_queues import SampleRefQueue
@@ -37,7 +38,7 @@ def test_a_full_stream_is_waited_for_until_somebody_stops_or_ends_it(tmp_path: P
     assert sink.is_over
     assert sink.reserve([ONE], lambda: False) == 0
 
-    channel = StreamingRefChannel(tmp_path, idle_timeout_s=30)
+    channel = StreamingRefChannel(tmp_path, idle_timeout_s=HANG_S)
     with ChannelSink(channel, Watermark(samples=2)) as sink:
         sink.publish(REFS[:2])
         sink.publish(REFS[:2])

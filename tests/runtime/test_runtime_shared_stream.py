@@ -14,6 +14,7 @@ import pytest
 from draft_run_files import DFLASH_OPTIONS, OPTIONS
 from forked_ranks import ForkedRanks
 from stream_toys import TRAINING, StreamFiles
+from waiting import HANG_S, wait_until
 
 from draftworks.config.draft_config import read_draft_config
 from draftworks.config.registry_files import TrainingSpec
@@ -105,17 +106,10 @@ class Group:
 @pytest.fixture
 def make_group(stream_files: StreamFiles) -> Callable[..., Group]:
     def make(*drafts: Draft, **settings: Any) -> Group:
-        chosen = StreamingSpec(**{"watermark": {"samples": 8}, "timeout_s": 60, "lease_s": 1.0, **settings})
+        chosen = StreamingSpec(**{"watermark": {"samples": 8}, "timeout_s": HANG_S, "lease_s": 1.0, **settings})
         return Group(replace(stream_files, settings=chosen), drafts)
 
     return make
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_two_strategies_and_two_learning_rates_share_one_pass_of_the_target(make_group, train_stored):

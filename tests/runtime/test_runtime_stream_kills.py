@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import psutil
 import pytest
 from sglang_toys import SGLANG
 from stream_toys import TRAINING, StreamFiles
+from waiting import HANG_S, wait_until
 
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.config.run_files import RunFile, TargetFiles
@@ -44,20 +43,13 @@ def start(tmp_path: Path):
         process.wait()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_kills_of_a_producer_and_of_the_trainer_change_nothing_of_the_draft(
     stream_files: StreamFiles, train_stored, start
 ):
     files = replace(
         stream_files,
-        settings=StreamingSpec(watermark={"samples": 8}, timeout_s=120, lease_s=2, keep="capture_again"),
+        settings=StreamingSpec(watermark={"samples": 8}, timeout_s=HANG_S, lease_s=2, keep="capture_again"),
     )
     progress = open_controller(files.place).read_progress
     run, training = files.train_run("streamed", training=SLOW_STEPS), files.produce_run("first", SLOW_STEPS)
@@ -69,14 +61,13 @@ def test_kills_of_a_producer_and_of_the_trainer_change_nothing_of_the_draft(
     trainer.kill()
     trainer.wait()
     trainer = start("train", run)
-    assert trainer.wait(240) == 0
+    assert trainer.wait() == 0
     report = json.loads((files.folder / "streamed" / "config.json").read_text())
     assert report["weights_digest"] == train_stored(SLOW_STEPS)["weights_digest"]
     assert open_store(files.place.store).health()["samples"] == 0
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(600)
 def test_a_server_killed_in_a_training_is_started_again_and_the_draft_is_equal_to_rounding(
     tiny_target: TargetFiles, tiny_sglang: SGLangEngine, tmp_path: Path, train_stored, start
 ):
@@ -85,18 +76,18 @@ def test_a_server_killed_in_a_training_is_started_again_and_the_draft_is_equal_t
         tiny_target,
         lambda: tiny_sglang,
         capture_options={"backend": "sglang_server"},
-        settings=StreamingSpec(watermark={"samples": 8}, timeout_s=300, keep="capture_again"),
+        settings=StreamingSpec(watermark={"samples": 8}, timeout_s=HANG_S, keep="capture_again"),
     ).make()
     progress = open_controller(files.place).read_progress
     trainer = start("train", files.train_run("streamed", training=SLOW_STEPS))
     producer = start("produce", files.produce_run(training=SLOW_STEPS).model_copy(update={"sglang": SGLANG}))
-    wait_until(lambda: progress().acked_step >= 3, seconds=300)
+    wait_until(lambda: progress().acked_step >= 3)
     server = psutil.Process(producer.pid).children(recursive=True)
     assert len(server) >= 3  # SGLang with its scheduler and its detokenizer
     for process in server:
         process.kill()
-    assert trainer.wait(300) == 0
-    assert producer.wait(60) == 0
+    assert trainer.wait() == 0
+    assert producer.wait() == 0
     assert "is restarted" in (tmp_path / "runs" / "produce-1.log").read_text()
     log = (tmp_path / "runs" / "train-0.log").read_text()
     report = json.loads(log[log.rindex("\n{") :])

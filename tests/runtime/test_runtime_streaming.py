@@ -11,6 +11,7 @@ import torch
 from coverings import gate_or_long
 from draft_run_files import OPTIONS
 from stream_toys import STREAMS, TRAINING, SerialEngine, StreamFiles
+from waiting import HANG_S
 
 from draftworks.capture.engine import load_engine
 from draftworks.config.capture import CaptureSpec
@@ -94,7 +95,7 @@ def test_every_known_strategy_is_streamed():
 
 @pytest.mark.parametrize("settings", [{"keep": "capture_again"}, {"free_at": "checkpoint"}], ids=str)
 def test_when_features_are_freed_changes_nothing_of_the_draft(stream_files: StreamFiles, train_stored, settings):
-    chosen = StreamingSpec(watermark={"samples": 8}, timeout_s=60, **settings)
+    chosen = StreamingSpec(watermark={"samples": 8}, timeout_s=HANG_S, **settings)
     files = replace(stream_files, settings=chosen)
     assert train_streamed(files)["weights_digest"] == train_stored()["weights_digest"]
     assert_nothing_left(files)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 from forked_ranks import ForkedRanks
 from stream_toys import StreamFiles
+from waiting import HANG_S, wait_until
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import MemoryRun, RunFile, StoreSpec, StreamPlace
@@ -63,7 +64,7 @@ class StreamCast:
         self.place = StreamPlace(
             control=self._control,
             token_file=secret,
-            store=StoreSpec(kind="mooncake", root=self.files.folder / "memory", timeout_s=90, put_timeout_s=90),
+            store=StoreSpec(kind="mooncake", root=self.files.folder / "memory", timeout_s=HANG_S, put_timeout_s=HANG_S),
             settings=self.files.settings,
         )
 
@@ -71,17 +72,14 @@ class StreamCast:
     def database(self) -> Path:
         return self.files.folder / "plane.sqlite"
 
-    def train(self, kills: Sequence[Kill] = (), seconds: float = 240.0) -> dict[str, Any]:
+    def train(self, kills: Sequence[Kill] = ()) -> dict[str, Any]:
         """Run to the end; return the draft's config. Everything is ended then, and the store was empty."""
         killer = threading.Thread(target=self._kill_in_turn, args=(kills,), daemon=True)
-        deadline = time.monotonic() + seconds
         try:
             for name in (*SERVING, "produce", "train"):
                 self._start(name)
             killer.start()
-            while not self._look():
-                assert time.monotonic() < deadline, self._read_logs()
-                time.sleep(0.02)
+            wait_until(self._look, self._read_logs)
             self._require_empty_store()
         finally:
             for name in ("train", "produce", *SERVING):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from capture_toys import WatchedEngine
 from draft_run_files import OPTIONS
+from waiting import HANG_S
 
 from draftworks.capture.engine import TargetEngine
 from draftworks.capture.plan import StreamPlan, make_refs, make_set_identity
@@ -80,7 +81,7 @@ class StreamFiles:
     target: TargetFiles
     engine: Callable[[], TargetEngine]
     capture_options: Mapping[str, Any] = field(default_factory=dict)
-    settings: StreamingSpec = StreamingSpec(watermark={"samples": 8}, timeout_s=60)
+    settings: StreamingSpec = StreamingSpec(watermark={"samples": 8}, timeout_s=HANG_S)
 
     def make(self, samples: int = 13) -> StreamFiles:
         for name, count, seed in (("train", samples, 1), ("heldout", 4, 2)):
