@@ -4,6 +4,7 @@
 # make test   linter and all tests but those that need real libraries or servers of others
 # make test-long   what takes minutes and is not in CI: repeated random kills, a million references
 # make test-defects       plants defects that users would suffer in a copy, and says which tests notice; resumable, not in CI
+# make test-loaded   what waits for processes and time-outs, five times in a row beside eight busy processes; not in CI
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2 GB)
@@ -43,7 +44,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-long test-defects test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo demo-streamed ui test test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -69,6 +70,9 @@ test-long: $(VENV)/ready
 # What was noticed before is not asked again while the defect is the same: remove the file of verdicts after tests were cut.
 test-defects: $(VENV)/ready
 	$(BIN)/python -W ignore -m tools.planted_defects --results $(VENV)/defects.jsonl $(DEFECTS)
+
+test-loaded: $(VENV)/ready .dagster/ready
+	$(BIN)/python -m tools.loaded_tests
 
 # Other instruction sets round otherwise: what ends in another draft here would on another machine. (MKL's own variable for its
 # instruction set is for Intel's processors only; its mode of compatible results is for all.)
