@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from capture_toys import WatchedEngine, capture_run, random_rows
+from waiting import HANG_S
 
 from draftworks.capture.background import run_in_background
 from draftworks.capture.in_flight import InFlight, InFlightBudget, RequestSize
@@ -49,7 +50,7 @@ class ConcurrentEngine(WatchedEngine):
 
     def _answer(self, number, sequences, taps):
         if number >= self.held:
-            assert self.gate.wait(30)
+            assert self.gate.wait(HANG_S)
         if number in self.broken:
             raise self.broken[number]
         self.finished.release()
@@ -93,7 +94,7 @@ def test_the_engine_works_while_features_are_stored(tiny_target, tmp_path: Path,
         puts.append(ref.sample_id)
         if len(puts) == 2:
             for _ in range(4):
-                assert engine.finished.acquire(timeout=20)
+                assert engine.finished.acquire(timeout=HANG_S)
         return put(self, ref, tensors)
 
     monkeypatch.setattr(LocalFeatureStore, "put", put_late)
@@ -150,7 +151,7 @@ def test_an_engine_computes_in_the_background_as_in_the_thread_that_asks(tiny_en
     engine, row = Noting(tiny_engine), random_rows(1)[0].input_ids.tolist()
     for mode in (True, False):
         with torch.set_grad_enabled(mode):
-            streams = engine.submit([row], []).result(60)[0]
+            streams = engine.submit([row], []).result()[0]
         assert torch.equal(streams["last"], tiny_engine.capture([row], [])[0]["last"])
     assert found == [(True, "background-worker"), (False, "background-worker")]
 
@@ -168,7 +169,7 @@ def test_a_capture_that_is_interrupted_leaves_nothing_running(tiny_target, tiny_
                 ended.set()
 
     def interrupt(future):
-        assert begun.wait(60)
+        assert begun.wait(HANG_S)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("draftworks.capture.sound_capture.await_result", interrupt)

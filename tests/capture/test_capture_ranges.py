@@ -45,7 +45,7 @@ def test_all_ranges_are_finished_and_only_killed_ones_are_worked_on_twice(tmp_pa
         workers.append(start(tmp_path))
         killed.join()
     for worker in workers:
-        worker.join(60)
+        worker.join()
         assert worker.exitcode == 0
     assert RangeQueue(tmp_path, COUNT).read_results() == [{"number": number} for number in range(COUNT)]
     worked = [int(line.split()[0]) for line in (tmp_path / "log").read_text().splitlines()]

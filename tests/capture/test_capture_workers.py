@@ -76,7 +76,7 @@ def test_workers_that_come_and_are_killed_store_what_one_stores(
         workers.append(start(run, engine))
         killed.join()
     for worker in workers:
-        worker.join(60)
+        worker.join()
         assert worker.exitcode == 0
     summary = capture_features(run, engine, ROWS)
     assert summary.captured == 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 from processes import wait_until_ended
+from waiting import wait_until
 
 from draftworks.distributed import parent_death
 
@@ -35,7 +35,7 @@ def test_child_dies_when_its_parent_is_killed(way: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
 def test_child_whose_parent_is_gone_already_dies_at_once() -> None:
-    child = subprocess.run([sys.executable, "-c", CHILD.format("die_with_parent(parent=1)")], timeout=20, check=False)
+    child = subprocess.run([sys.executable, "-c", CHILD.format("die_with_parent(parent=1)")], check=False)
     assert child.returncode == -signal.SIGKILL
 
 
@@ -59,8 +59,6 @@ def test_a_command_dies_with_a_parent_that_ignores_and_blocks_the_signal() -> No
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        by = time.monotonic() + 20
-        while child.name() != "sleep" and time.monotonic() < by:
-            time.sleep(0.02)
+        wait_until(lambda: child.name() == "sleep", "the command")
         parent.kill()
         wait_until_ended(child)

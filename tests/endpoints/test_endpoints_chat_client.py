@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from json_server import Reply, Request, json_server
+from waiting import HANG_S
 
 from draftworks.endpoints.chat_client import ChatClient, Completion
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
@@ -90,7 +91,7 @@ def test_an_answer_that_takes_too_long_is_told():
     late = threading.Event()
 
     def slow(request: Request) -> Reply:
-        late.wait(60)
+        late.wait(HANG_S)
         return make_answer()
 
     with json_server(slow) as url, ChatClient(f"{url}/v1", 0.05) as client:

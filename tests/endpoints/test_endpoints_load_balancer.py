@@ -7,12 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from waiting import HANG_S
 
 from draftworks.endpoints.circuit_breaker import BreakerState, CircuitBreaker
 from draftworks.endpoints.load_balancer import LoadBalancer
 from draftworks.errors import CaptureError, EngineError, PassingTroubleError
-
-GENEROUS_S = 60
 
 
 def make_balancer(*names: str, limit: int = 99, **options) -> LoadBalancer[str]:
@@ -47,15 +46,15 @@ def test_work_goes_where_the_least_is_outstanding():
 
     def long(name: str) -> str:
         started.release()
-        go.wait(GENEROUS_S)
+        go.wait(HANG_S)
         return name
 
     with ThreadPoolExecutor(3) as pool:
         busy = pool.submit(spread.run, long, 5)
-        assert started.acquire(timeout=GENEROUS_S)
+        assert started.acquire(timeout=HANG_S)
         free = {spread.run(make_work()) for _ in range(4)}
         go.set()
-        assert {busy.result(GENEROUS_S)}.isdisjoint(free)
+        assert {busy.result()}.isdisjoint(free)
         assert len(free) == 1
 
 
@@ -67,16 +66,16 @@ def test_no_server_has_more_than_its_limit_and_all_is_done():
     def work(name: str) -> str:
         inside.append(name)
         started.release()
-        go.wait(GENEROUS_S)
+        go.wait(HANG_S)
         return name
 
     with ThreadPoolExecutor(12) as pool:
         done = [pool.submit(spread.run, work) for _ in range(12)]
-        assert all(started.acquire(timeout=GENEROUS_S) for _ in range(4))
+        assert all(started.acquire(timeout=HANG_S) for _ in range(4))
         assert not started.acquire(timeout=0.2)
         assert sorted(inside) == ["a", "a", "b", "b"]
         go.set()
-        assert len([each.result(GENEROUS_S) for each in done]) == 12
+        assert len([each.result() for each in done]) == 12
 
 
 def test_more_than_the_limit_at_once_goes_to_a_server_that_has_nothing_else():
@@ -146,16 +145,16 @@ def test_those_who_meet_a_trial_wait_for_what_comes_of_it():
 
     def trial(name: str) -> str:
         begun.set()
-        go.wait(GENEROUS_S)
+        go.wait(HANG_S)
         return "trial"
 
     with ThreadPoolExecutor(4) as pool:
         first = pool.submit(spread.run, trial)
-        assert begun.wait(GENEROUS_S)
+        assert begun.wait(HANG_S)
         others = [pool.submit(spread.run, make_work()) for _ in range(3)]
         assert not any(other.done() for other in others)
         go.set()
-        assert [first.result(GENEROUS_S), *(other.result(GENEROUS_S) for other in others)] == ["trial", "a", "a", "a"]
+        assert [first.result(), *(other.result() for other in others)] == ["trial", "a", "a", "a"]
 
 
 def test_an_interruption_leaves_nothing_taken():
@@ -189,21 +188,21 @@ def test_those_who_wait_for_room_at_a_server_that_is_held_are_told_that_none_is_
 
     def long(name: str) -> str:
         begun.set()
-        go.wait(GENEROUS_S)
+        go.wait(HANG_S)
         return name
 
     with ThreadPoolExecutor(2) as pool:
         busy = pool.submit(spread.run, long)
-        assert begun.wait(GENEROUS_S)
+        assert begun.wait(HANG_S)
         waits = pool.submit(spread.run, make_work())
         spread.hold("a")
         try:
             with pytest.raises(EngineError, match="none of 1 servers"):
-                waits.result(GENEROUS_S)
+                waits.result()
         finally:
             go.set()
             spread.release("a")
-        assert busy.result(GENEROUS_S) == "a"
+        assert busy.result() == "a"
 
 
 def test_a_far_server_is_asked_while_no_near_one_has_room():
@@ -212,7 +211,7 @@ def test_a_far_server_is_asked_while_no_near_one_has_room():
 
     def work(name: str) -> str:
         started.release()
-        go.wait(GENEROUS_S)
+        go.wait(HANG_S)
         return name
 
     assert [spread.run(make_work()) for _ in range(3)] == ["near"] * 3
@@ -220,9 +219,9 @@ def test_a_far_server_is_asked_while_no_near_one_has_room():
         busy = []
         for _ in range(3):
             busy.append(pool.submit(spread.run, work))
-            assert started.acquire(timeout=GENEROUS_S)
+            assert started.acquire(timeout=HANG_S)
         go.set()
-        assert [each.result(GENEROUS_S) for each in busy] == ["near", "near", "far"]
+        assert [each.result() for each in busy] == ["near", "near", "far"]
     assert spread.run(make_work("near")) == "far"
 
 

@@ -23,7 +23,7 @@ def test_a_plugged_in_format_passes_every_gate_and_comes_back(tmp_path: Path):
     command = [sys.executable, str(HERE / "plugin_worker.py"), str(tmp_path)]
     paths = [HERE / "plugin", HERE.parent / "toys"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
     assert list(report["gates"]) == list(GATE_MEANINGS)

@@ -177,7 +177,7 @@ store.close()
 def test_two_processes_write_one_store(tmp_path: Path):
     commands = [[sys.executable, "-c", WRITER, str(tmp_path), *span] for span in (("0", "60"), ("40", "100"))]
     writers = [subprocess.Popen(command) for command in commands]
-    assert [writer.wait(60) for writer in writers] == [0, 0]
+    assert [writer.wait() for writer in writers] == [0, 0]
     store = LocalFeatureStore(tmp_path)
     assert store.verify().ok
     assert not store.find_missing(f"{i:032x}" for i in range(100))

@@ -17,6 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from store_contract import WritingContract, read
 from store_harness import StoreHarness, put
 from torch import Tensor
+from waiting import HANG_S
 
 from draftworks.errors import StoreError, StoreFullError
 from draftworks.features.contracts import FeatureHandle, SampleRef
@@ -128,7 +129,7 @@ def test_block_goes_on_when_a_sample_is_consumed():
     ref = put(store, 1)
     with putting(store, 6) as future:
         store.release(store.get(ref)[1])
-        assert future.result(10)
+        assert future.result()
     assert store.health()["resident_bytes"] == BYTES_OF_ONE
 
 
@@ -138,7 +139,7 @@ def test_abort_ends_a_put_that_waits():
     with putting(store, 6) as future:
         store.abort("s6")
         with pytest.raises(StoreError, match="sample s6 was aborted while it was being put"):
-            future.result(10)
+            future.result()
 
 
 def test_gc_removes_old_samples_that_nobody_holds_and_lets_a_put_go_on():
@@ -147,14 +148,14 @@ def test_gc_removes_old_samples_that_nobody_holds_and_lets_a_put_go_on():
     handle = store.get(held)[1]
     with putting(store, 6) as future:
         assert store.gc() == BYTES_OF_ONE
-        future.result(10)
+        future.result()
     store.release(handle)
     assert store.health()["samples"] == 1
 
 
 def test_producers_and_consumers_stay_below_the_limit_and_lose_nothing():
     limit, peak = 3 * BYTES_OF_ONE, 0
-    store = MemoryFeatureStore(max_resident_bytes=limit, put_timeout_s=60.0)
+    store = MemoryFeatureStore(max_resident_bytes=limit, put_timeout_s=HANG_S)
     refs: list[SampleRef] = []
     there = threading.Condition()
 
@@ -169,7 +170,7 @@ def test_producers_and_consumers_stay_below_the_limit_and_lose_nothing():
         nonlocal peak
         for _ in range(40):
             with there:
-                assert there.wait_for(lambda: refs, 60)
+                assert there.wait_for(lambda: refs, HANG_S)
                 ref = refs.pop()
             tensors, handle = store.get(ref)
             peak = max(peak, store.health()["resident_bytes"])
@@ -179,7 +180,7 @@ def test_producers_and_consumers_stay_below_the_limit_and_lose_nothing():
     with ThreadPoolExecutor(4) as pool:
         turns = [pool.submit(produce, 1), pool.submit(produce, 10001), pool.submit(consume), pool.submit(consume)]
         for turn in turns:
-            turn.result(120)
+            turn.result()
     assert 0 < peak <= limit
     assert store.health() | {"samples": 0, "resident_bytes": 0, "leases": 0} == store.health()
 

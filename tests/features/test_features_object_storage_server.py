@@ -129,7 +129,7 @@ def test_a_server_killed_while_it_is_written_to_leaves_whole_samples(tmp_path: P
     before = len(done)
     server.start()
     stop.set()
-    writing.join(120)
+    writing.join()
     assert 0 < before < len(done)
     reader = harness.open()
     for ref in done:

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from features_toys import toy_ref
+from waiting import wait_until
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
@@ -64,9 +65,7 @@ def test_no_more_is_held_than_the_bound():
     ahead = make(source)
     ahead.expect(REFS)
     for count in (3, 4):
-        by = time.monotonic() + 30
-        while len(source.read_ids) < count and time.monotonic() < by:
-            time.sleep(0.002)
+        wait_until(lambda count=count: len(source.read_ids) >= count, f"{count} reads")
         time.sleep(0.03)
         assert len(source.read_ids) == count
         ahead.take(REFS[count - 3])

@@ -38,7 +38,7 @@ def test_a_master_that_dies_during_set_up_is_given_up_in_the_time_of_a_call():
     begin = time.monotonic()
     with pytest.raises(StoreLostError, match="is dead or unreachable"):
         MooncakeClient(DyingMaster(connections=2).address)
-    assert time.monotonic() - begin < 30  # Mooncake's own attempts take 100 s, and hold Python's lock
+    assert time.monotonic() - begin < 90  # Mooncake's own attempts take 100 s, and hold Python's lock
 
 
 def test_the_address_of_a_restarted_service_is_read_after_the_one_of_before_failed(tmp_path: Path):

@@ -18,6 +18,7 @@ import torch
 from features_toys import toy_ref, toy_tensors
 from shared_dir_toys import file_of, generation, put
 from torch import Tensor
+from waiting import HANG_S
 
 from draftworks.errors import StoreError
 from draftworks.features import sample_folder
@@ -149,7 +150,7 @@ def test_of_two_puts_with_one_generation_both_come_through(tmp_path: Path, monke
     def link_together(source: Path, target: Path) -> None:
         tried.append(target)
         if len(tried) <= 2:
-            barrier.wait(5)
+            barrier.wait(HANG_S)
         link(source, target)
 
     monkeypatch.setattr(sample_folder.time, "time_ns", lambda: 10**9)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from threading import Event
 
@@ -14,6 +13,7 @@ import psutil
 import pytest
 from mooncake_toys import SHORT_TTL_S, build_options, running_mooncake
 from processes import lives, wait_until_ended
+from waiting import HANG_S, wait_until
 
 from draftworks.errors import ConfigError, StoreError, StoreLostError
 from draftworks.mooncake.address import MooncakeAddress
@@ -57,7 +57,7 @@ def test_a_death_is_told_at_once_and_an_empty_store_starts_at_the_same_address(t
         address = service.start()
         service.check()
         os.kill(service.pid(victim), signal.SIGKILL)
-        assert lost.wait(5)
+        assert lost.wait(HANG_S)
         assert not service.address_file.exists()
         with pytest.raises(
             StoreLostError, match=f"toys is lost: {named} .*ended with code -9. The end of .*{victim}.log"
@@ -79,14 +79,9 @@ def test_an_owner_that_the_master_has_given_up_ends_itself(tmp_path: Path):
     with running_mooncake(tmp_path, client_ttl_s=SHORT_TTL_S) as service:
         client = MooncakeClient(service.address)
         os.kill(service.pid("owner"), signal.SIGSTOP)
-        by = time.monotonic() + 60
-        while client.exist(["toys/owner"]) == [True]:
-            assert time.monotonic() < by
-            time.sleep(0.1)
+        wait_until(lambda: client.exist(["toys/owner"]) != [True], "that the master gives its owner up")
         os.kill(service.pid("owner"), signal.SIGCONT)
-        while service.find_problem() is None:
-            assert time.monotonic() < by
-            time.sleep(0.1)
+        wait_until(lambda: service.find_problem() is not None, "the end of the owner")
         with pytest.raises(StoreLostError, match="the master has forgotten this process's memory"):
             service.check()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from draft_run_files import RunFiles
 from ray_cluster import ROOT, RayCluster
+from waiting import wait_for
 
 from draftworks.config.ray_launcher import RayLauncherSpec
 from draftworks.config.run_files import TargetFiles
@@ -24,7 +24,6 @@ from resources.torch_job import ONE_NODE_ENV, JobState, RunDir, TorchJob
 
 pytestmark = pytest.mark.ray
 NAME = "dw-" + 40 * "0"
-LONG_S = 240.0
 
 
 def make_request(
@@ -49,12 +48,14 @@ def scheduler(cluster: RayCluster) -> Iterator[RayScheduler]:
 
 
 def wait(scheduler: RayScheduler, until: Callable[[SeenJob], bool]) -> SeenJob:
-    deadline = time.monotonic() + LONG_S
-    while (seen := scheduler.find(NAME)) is None or not until(seen):
-        assert time.monotonic() < deadline, seen
+    def look() -> SeenJob | None:
+        seen = scheduler.find(NAME)
+        if seen is not None and until(seen):
+            return seen
         assert seen is None or not seen.state.is_final, seen
-        time.sleep(0.2)
-    return seen
+        return None
+
+    return wait_for(look)
 
 
 def has_ended(seen: SeenJob) -> bool:

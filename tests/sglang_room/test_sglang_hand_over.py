@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 
 import torch
+from waiting import HANG_S
 
 from draftworks.errors import StoreError
 from draftworks.sglang.hand_over import BackgroundHandOver
 from draftworks.sglang.parts import Part, PartSink
-
-GENEROUS_S = 60
 
 
 class SlowSink(PartSink):
@@ -26,7 +25,7 @@ class SlowSink(PartSink):
         self.announced.append(request_id)
 
     def write(self, request_id: str, part: Part) -> None:
-        assert self.gate.wait(GENEROUS_S)
+        assert self.gate.wait(HANG_S)
         if request_id.endswith("bad"):
             raise StoreError("the sink is broken")
         if request_id.endswith("bug"):
@@ -65,7 +64,7 @@ def test_a_full_queue_blocks_and_loses_nothing():
     assert engine.is_alive()
     assert len(sink.announced) == 2
     sink.gate.set()
-    engine.join(GENEROUS_S)
+    engine.join(HANG_S)
     hand_over.flush()
     assert list(sink.written) == [f"{number}" for number in range(20)]
 

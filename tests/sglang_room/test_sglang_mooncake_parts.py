@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from mooncake_toys import running_mooncake
+from waiting import HANG_S
 
 from draftworks.errors import PassingTroubleError
 from draftworks.features.mooncake_head import ObjectKey
@@ -55,7 +56,7 @@ def test_parts_are_taken_as_put_and_leave_nothing(sink, source, address_file):
     for request_id, part in written.items():
         sink.write(request_id, part)
     requests = [AnsweredRequest(request_id, part.start) for request_id, part in written.items()]
-    for taken, part in zip(source.take(requests, timeout_s=20), written.values(), strict=True):
+    for taken, part in zip(source.take(requests, timeout_s=HANG_S), written.values(), strict=True):
         assert [each.start for each in taken] == [part.start]
         found = taken[0].list_tensors()
         assert all(torch.equal(found[name], tensor) for name, tensor in part.list_tensors().items())
@@ -69,7 +70,7 @@ def test_the_hook_puts_into_mooncake_in_the_background(source, address_file):
     requests = [AnsweredRequest(make_request_id()) for _ in range(8)]
     putting = threading.Thread(target=lambda: [hand_over.put(each.request_id, random_part()) for each in requests])
     putting.start()
-    assert [len(parts) for parts in source.take(requests, timeout_s=20)] == [1] * 8
+    assert [len(parts) for parts in source.take(requests, timeout_s=HANG_S)] == [1] * 8
     putting.join()
     assert list_entries(address_file) == set()
 
@@ -78,7 +79,7 @@ def test_a_failure_reaches_the_reader_and_a_part_that_does_not_come_is_told(sink
     failed, never = make_request_id(), make_request_id()
     sink.fail(failed, "the store is on fire")
     with pytest.raises(PassingTroubleError, match="could not write hidden states: the store is on fire"):
-        source.take([AnsweredRequest(failed)], timeout_s=20)
+        source.take([AnsweredRequest(failed)], timeout_s=HANG_S)
     with pytest.raises(PassingTroubleError, match=r"not come for 0.2 s"):
         source.take([AnsweredRequest(never)], timeout_s=0.2)
     assert list_entries(address_file) == set()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from processes import wait_until_ended
+from waiting import growing_limits, wait_until
 
 from draftworks.errors import ConfigError, EngineError
 from draftworks.sglang.environment import require_capturing, require_version
@@ -75,7 +75,7 @@ time.sleep(300)
 def test_a_server_that_is_never_ready_is_ended_with_its_children(tmp_path: Path):
     child = tmp_path / "child"
     python = make_python(tmp_path, HANGING.format(path=str(child)))
-    for timeout_s in (2, 10, 60):  # until it has come as far as to start a child
+    for timeout_s in growing_limits(2):  # until it has come as far as to start a child
         slow = make_server(python, tmp_path, timeout_s)
         with pytest.raises(EngineError, match=f"was not ready within {timeout_s} s"):
             slow.start()
@@ -193,9 +193,7 @@ def make_python_with_module(folder: Path, launch_server: str) -> Path:
 def test_nothing_a_starting_server_has_spawned_outlives_the_process_that_started_it(tmp_path: Path):
     path = tmp_path / "child"
     owner = start_owner(make_python_with_module(tmp_path, LAUNCHING.format(path=str(path))), tmp_path)
-    by = time.monotonic() + 120
-    while not path.is_symlink() and time.monotonic() < by:
-        time.sleep(0.02)
+    wait_until(path.is_symlink, "the child of the server", possible=lambda: owner.poll() is None)
     child = psutil.Process(int(os.readlink(path)))
     server = psutil.Process(child.ppid())
     owner.kill()

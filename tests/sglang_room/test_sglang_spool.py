@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from waiting import HANG_S
 
 from draftworks.errors import EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.sglang.hand_over import BackgroundHandOver
@@ -134,7 +135,7 @@ def test_a_reader_waits_for_what_was_announced_and_for_nothing_else(tmp_path: Pa
     sink.announce(late, 0)
     writing = threading.Timer(0.2, sink.write, (late, random_part()))
     writing.start()
-    parts = SpoolSource(tmp_path).take([AnsweredRequest(never), AnsweredRequest(late)], timeout_s=60)
+    parts = SpoolSource(tmp_path).take([AnsweredRequest(never), AnsweredRequest(late)], timeout_s=HANG_S)
     assert [len(each) for each in parts] == [0, 1]
     assert list(tmp_path.iterdir()) == []
 

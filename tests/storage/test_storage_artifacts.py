@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from draftworks.errors import StoreError
 from draftworks.storage import identity
@@ -222,10 +223,9 @@ ArtifactStore(Path(sys.argv[1])).obtain("thing", "tiny", {"a": 1}, build)
 
 def started_build(root: Path, seconds: float) -> subprocess.Popen:
     process = subprocess.Popen([sys.executable, "-c", SLOW_BUILD, str(root), str(seconds)])
-    deadline = time.monotonic() + 20
-    while not list(root.glob("thing/tiny/*.partial/started")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(
+        lambda: list(root.glob("thing/tiny/*.partial/started")), "the build", possible=lambda: process.poll() is None
+    )
     return process
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from waiting import wait_for, wait_until
 
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
@@ -30,11 +31,7 @@ def take_from_elsewhere(folder: Path) -> Lease:
     """Take a lease as a process of another host does, which its holder does not renew."""
     path = LeasePath(folder, TIMES)
     path._watch._here = replace(path._watch._here, host="elsewhere", boot="another")
-    deadline = time.monotonic() + 20
-    while (lease := path.try_acquire()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return lease
+    return wait_for(path.try_acquire, "the lease")
 
 
 def test_numbers_grow_and_one_file_is_left(tmp_path: Path):
@@ -186,10 +183,9 @@ def test_processes_killed_at_random_moments_lose_no_count_and_block_nobody(tmp_p
     workers = [start() for _ in range(3)]
     try:
         for _ in range(8):
-            before, deadline = count(), time.monotonic() + 30
-            while count() < before + 20:
-                assert time.monotonic() < deadline, "nobody gets the lock"
-                time.sleep(chance.random() / 50)
+            before = count()
+            wait_until(lambda before=before: count() >= before + 20, "the lock")
+            time.sleep(chance.random() / 50)
             killed = workers.pop(0)
             killed.send_signal(signal.SIGKILL)
             workers.append(start())

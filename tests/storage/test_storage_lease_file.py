@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from draftworks.storage import lease_file
 from draftworks.storage.lease_file import (
@@ -128,10 +129,7 @@ def test_the_thread_renews_the_file_until_it_is_released(path: Path):
     held = LeaseFile.create(path, LeaseTimes(renew_s=0.01))
     assert held is not None
     before = path.stat().st_mtime_ns
-    deadline = time.monotonic() + 20
-    while path.stat().st_mtime_ns == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: path.stat().st_mtime_ns != before, "that the thread writes")
     held.release()
     after = path.stat().st_mtime_ns
     time.sleep(0.05)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class RayCluster:
             cluster._expect("ready")
             yield cluster
         finally:
-            process.communicate("quit\n", timeout=60)
+            process.communicate("quit\n")
             shutil.rmtree(folder, ignore_errors=True)
 
     def kill_second_node(self) -> None:
@@ -58,13 +57,11 @@ class RayCluster:
 
     def _expect(self, answer: str) -> None:
         assert self.process.stdout is not None
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
+        while True:
             line = self.process.stdout.readline()
             if line.strip() == answer:
                 return
             assert line, f"the Ray cluster has ended with {self.process.wait()}"
-        raise TimeoutError(f"the Ray cluster does not say {answer!r}")
 
 
 def serve(port: int, folder: str) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 
 from features_toys import toy_ref, toy_tensors
 from torch import Tensor
+from waiting import HANG_S
 
 from draftworks.features.contracts import FeatureStore, KeyedFeatureStore, SampleRef
-
-PATIENCE_S = 60.0
 
 
 class StoreHarness(ABC):
@@ -121,9 +120,9 @@ def run_elsewhere(harness: StoreHarness, work: Callable[..., str], *args: Any) -
     """Return the answer of `work(harness, *args)` in another process; AssertionError if that fails."""
     receiver, process = _start(harness, _answer, work, *args)
     with receiver:
-        assert receiver.poll(PATIENCE_S), "no answer of the other process"
+        assert receiver.poll(HANG_S), "no answer of the other process"
         answer = receiver.recv()
-    process.join(PATIENCE_S)
+    process.join()
     assert process.exitcode == 0, answer
     return answer
 
@@ -139,12 +138,12 @@ def kill_at_work(harness: StoreHarness, work: Callable[..., None], after: int, w
     sent = []
     with receiver:
         for _ in range(after):
-            assert receiver.poll(PATIENCE_S), "the other process sends nothing"
+            assert receiver.poll(HANG_S), "the other process sends nothing"
             sent.append(receiver.recv())
         time.sleep(wait_s)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
-        process.join(PATIENCE_S)
+        process.join()
         assert process.exitcode == -signal.SIGKILL
         while receiver.poll(0):
             try:

@@ -22,6 +22,7 @@ from checkpoint_toys import (
     save_steps,
     snapshot_of,
 )
+from waiting import HANG_S
 
 from draftworks.errors import StoreError
 from draftworks.training import checkpoint_manager
@@ -201,7 +202,9 @@ def test_the_newest_complete_checkpoint_counts_not_what_the_pointer_says(tmp_pat
 def held_writes(monkeypatch) -> threading.Event:
     """Writing begins when the event is set."""
     released, write = threading.Event(), checkpoint_manager.save_weights_and_rng
-    monkeypatch.setattr(checkpoint_manager, "save_weights_and_rng", lambda *args: released.wait(10) and write(*args))
+    monkeypatch.setattr(
+        checkpoint_manager, "save_weights_and_rng", lambda *args: released.wait(HANG_S) and write(*args)
+    )
     return released
 
 

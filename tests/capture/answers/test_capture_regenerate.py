@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from answer_toys import ON_CPU
 from capture_toys import WatchedEngine
+from waiting import HANG_S
 
 from draftworks.capture.answers.answer_sets import CONVERSATIONS, find_answers_file
 from draftworks.capture.answers.regenerate import regenerate
@@ -333,9 +334,6 @@ def test_what_was_finished_before_the_engine_failed_is_kept(tiny_target, tmp_pat
     assert 0 < regenerate(run, engine, chat).resumed < 9
 
 
-GENEROUS_S = 60
-
-
 class Stuck(Concurrent):
     """Answers no request before `go`, but refuses one as soon as three wait, in `threads`."""
 
@@ -346,12 +344,12 @@ class Stuck(Concurrent):
 
     def generate(self, prompts, sampling, sample_ids, *arguments, **options):
         if self.fails_on in sample_ids:
-            assert self.stuck.wait(GENEROUS_S)
+            assert self.stuck.wait(HANG_S)
             raise ConfigError("the key is refused")
         self.threads.append(threading.current_thread())
         if len(self.threads) == 3:
             self.stuck.set()
-        self.go.wait(GENEROUS_S)
+        self.go.wait(HANG_S)
         raise EngineError("nobody waits for this")
 
 

@@ -86,7 +86,7 @@ def test_jobs_that_come_and_are_killed_write_what_one_writes(
         jobs[number].join()
         jobs[number] = start_helper(run, number, engine, chat) if number else start_main(run, engine, chat)
     for job in jobs:
-        job.join(120)
+        job.join()
         assert job.exitcode == 0
     assert read_all(run) == alone
     assert sorted(path.suffix for path in run.answers.iterdir()) == [".jsonl", ".lock"]
@@ -96,7 +96,7 @@ def test_a_helper_with_nothing_to_do_ends(tiny_target: TargetFiles, engine, chat
     run = sampled_run(tiny_target, tmp_path, workers=1, count=4)
     regenerate(run, lambda: engine, chat)
     helper = start_helper(run, 1, engine, chat)
-    helper.join(60)
+    helper.join()
     assert helper.exitcode == 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang
+from waiting import HANG_S
 
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
@@ -30,7 +31,6 @@ TARGET = TargetFiles(
     num_layers=6, hidden_size=HIDDEN, vocab_size=VOCAB, context=32,
 )  # fmt: skip
 ROWS = [[7, 3, 9], [4], [5, 6, 7, 8], [9, 9], [1, 2, 3]]
-GENEROUS_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,7 @@ class RestartedHost(ExternalHost):
     comes_back = True
 
     def __init__(self, fake: FakeSGLang) -> None:
-        super().__init__(SGLangClient(fake.url, GENEROUS_S), fake.spool, (1, 3))
+        super().__init__(SGLangClient(fake.url, HANG_S), fake.spool, (1, 3))
         self._fake = fake
         self.revivals = 0
         self.revival_asked = threading.Event()
@@ -134,7 +134,7 @@ class RestartedHost(ExternalHost):
     def revive(self, error: EngineError) -> None:
         self.revivals += 1
         self.revival_asked.set()
-        assert self.lets.wait(GENEROUS_S)
+        assert self.lets.wait(HANG_S)
         if not self.comes_back:
             raise EngineError(f"{self._fake.url} does not start")
         self._fake.failures = []
@@ -146,7 +146,7 @@ def test_a_server_of_ours_is_started_again_while_the_others_go_on(fakes, tmp_pat
     engine = make_balanced_engine(tmp_path, fakes, can_restart=True, hosts=[dead, RevivedHost(fakes[1])])
     for _ in range(3):
         assert_captured(engine)
-    assert dead.revival_asked.wait(GENEROUS_S)
+    assert dead.revival_asked.wait(HANG_S)
     asked = len(fakes[0].asked)
     assert_captured(engine)
     assert len(fakes[0].asked) == asked  # it is being restarted
@@ -157,7 +157,7 @@ def test_a_server_of_ours_is_started_again_while_the_others_go_on(fakes, tmp_pat
 
 
 def wait_for_restarts(engine: SGLangEngine) -> None:
-    assert not wait(list(engine._host._restarting.values()), GENEROUS_S).not_done
+    assert not wait(list(engine._host._restarting.values()), HANG_S).not_done
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_server_that_is_being_started_again_gets_no_trial_and_is_not_started_t
     )
     for _ in range(3):
         assert_captured(engine)
-    assert dead[0].revival_asked.wait(GENEROUS_S)
+    assert dead[0].revival_asked.wait(HANG_S)
     asked = len(fakes[0].asked)
     for _ in range(3):
         now[0] += 31
@@ -208,13 +208,13 @@ def test_when_the_last_of_ours_dies_the_one_that_is_being_started_is_waited_for(
     engine = make_balanced_engine(tmp_path, fakes, can_restart=True, hosts=dead)
     for _ in range(3):
         assert_captured(engine)
-    assert dead[0].revival_asked.wait(GENEROUS_S)
+    assert dead[0].revival_asked.wait(HANG_S)
     fakes[1].failures = [0] * 99
     dead[1].comes_back = False
     capturing = run_in_background(assert_captured, engine)
-    assert dead[1].revival_asked.wait(GENEROUS_S)
+    assert dead[1].revival_asked.wait(HANG_S)
     dead[0].lets.set()
-    capturing.result(GENEROUS_S)
+    capturing.result()
     assert dead[0].revivals == 1
 
 

@@ -15,6 +15,7 @@ import torch
 from fake_engine import Wishes, fake_engine
 from fake_sglang import HIDDEN, VOCAB
 from processes import wait_until_ended
+from waiting import HANG_S
 
 from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
 from draftworks.capture.engines.sglang_engine import SGLangEngine
@@ -29,7 +30,7 @@ TARGET = TargetFiles(
     num_layers=6, hidden_size=HIDDEN, vocab_size=VOCAB, context=32,
 )  # fmt: skip
 ROWS = [[7, 3, 9], [4]]
-PATIENT = SGLangSpec(start_timeout_s=60, request_timeout_s=60, grace_s=5)
+PATIENT = SGLangSpec(start_timeout_s=HANG_S, request_timeout_s=HANG_S, grace_s=5)
 
 
 @pytest.fixture

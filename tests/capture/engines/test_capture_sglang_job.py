@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from fake_sglang import HIDDEN, VOCAB, FakeSGLang, fake_sglang
+from waiting import HANG_S, wait_until
 
 from draftworks.capture.engine import make_engine_identity
 from draftworks.capture.engines.sglang_engine import SGLangEngine
@@ -27,7 +27,6 @@ TARGET = TargetFiles(
     num_layers=6, hidden_size=HIDDEN, vocab_size=VOCAB, context=32,
 )  # fmt: skip
 ROWS = [[7, 3, 9], [4], [5, 6, 7, 8]]
-GENEROUS_S = 60.0
 LOOK_S = 0.01
 
 
@@ -47,7 +46,7 @@ class OwnHost(ExternalHost):
         self.is_running = True
         self.broken = False
         self.revivals = 0
-        super().__init__(SGLangClient("http://127.0.0.1:1", GENEROUS_S, key), fakes[0].spool, (1, 3))
+        super().__init__(SGLangClient("http://127.0.0.1:1", HANG_S, key), fakes[0].spool, (1, 3))
         self._go_on()
 
     def revive(self, error: EngineError) -> None:
@@ -60,7 +59,7 @@ class OwnHost(ExternalHost):
     def _go_on(self) -> None:
         self.fake = next(self._fakes)
         self.fake.key = self._key
-        self.client, self.spool = SGLangClient(self.fake.url, GENEROUS_S, self._key), self.fake.spool
+        self.client, self.spool = SGLangClient(self.fake.url, HANG_S, self._key), self.fake.spool
 
 
 class Job:
@@ -75,7 +74,7 @@ class Job:
         servers = JobServers(self._folder, "127.0.0.1", rank, world_size)
         spools = [self._spools / f"{rank}-{start}" for start in range(2)]
         own = OwnHost([self._stack.enter_context(fake_sglang(spool)) for spool in spools], servers.read_key())
-        host = JobHost(servers, [own], own.spool, 64, GENEROUS_S, spread=spread, look_s=LOOK_S)  # type: ignore[arg-type]
+        host = JobHost(servers, [own], own.spool, 64, HANG_S, spread=spread, look_s=LOOK_S)  # type: ignore[arg-type]
         self._stack.callback(host.close)
         if shared:
             host.share_with_job()
@@ -104,13 +103,6 @@ def assert_captured(engine: SGLangEngine) -> None:
 def answer(engine: SGLangEngine, count: int) -> None:
     for number in range(count):
         assert engine.generate([[1, number]], ResponseSpec(max_new_tokens=1), [f"{number}"], 20)[0].ids == (297,)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + GENEROUS_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(LOOK_S)
 
 
 def own_of(host: JobHost) -> OwnHost:
@@ -220,4 +212,4 @@ def test_a_server_with_another_key_is_passed_over(job):
     answer(make_engine(hosts[0]), 4)
     assert own_of(hosts[1]).fake.asked == []
     with pytest.raises(EngineError, match=r"refused our key, or wants one \(/generate, 401\)"):
-        SGLangClient(own_of(hosts[1]).fake.url, GENEROUS_S).generate([])
+        SGLangClient(own_of(hosts[1]).fake.url, HANG_S).generate([])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +12,7 @@ import torch
 from capture_toys import random_rows
 from processes import wait_until_ended
 from sglang_toys import CPU, SGLANG, capture_spec
+from waiting import HANG_S, wait_until
 
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 TAPS = (LayerTap(2), LayerTap(4))
 ROWS = [row.input_ids.tolist() for row in random_rows(4, seed=11, longest=60)]
-WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +60,7 @@ def host_of(engine: SGLangEngine) -> JobHost:
 
 
 def wait_for_peer(engine: SGLangEngine, url: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while [peer.client.url for peer in host_of(engine)._followed] != [url]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: [peer.client.url for peer in host_of(engine)._followed] == [url], f"the peer at {url}")
 
 
 def capture_one_by_one(engine: SGLangEngine) -> list[dict[str, torch.Tensor]]:
@@ -90,7 +86,7 @@ def test_no_request_without_the_key_is_answered_and_the_key_is_in_no_log_and_no_
             for path in ("/server_info", "/model_info"):
                 assert httpx.get(f"{engine.url}{path}", headers=headers).status_code == 401
         assert httpx.get(f"{engine.url}/health").status_code == 200
-        assert httpx.post(f"{engine.url}/generate", json=asked, headers=with_key, timeout=60).status_code == 200
+        assert httpx.post(f"{engine.url}/generate", json=asked, headers=with_key, timeout=HANG_S).status_code == 200
         (own,) = host_of(engine)._own
         server = psutil.Process(own.pid)
         for process in (server, *server.children(recursive=True)):
@@ -115,10 +111,7 @@ def test_a_rank_whose_server_died_goes_on_with_the_others_and_has_it_again(ranks
     wait_until_ended(dead)
     assert_same_bytes(before, capture_one_by_one(first))  # by the other rank's server, while its own starts
     assert first.generate(ROWS[:2], sampling, ["a", "b"], 200) == answers
-    deadline = time.monotonic() + WAIT_S
-    while own.client.url == address:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: own.client.url != address, "the server that is started again")
     wait_for_peer(second, own.client.url)
     assert_same_bytes(before, capture_one_by_one(first))
     assert own.is_running

@@ -19,6 +19,7 @@ from capture_toys import capture_run, changed_copy, random_rows
 from processes import wait_until_ended
 from sglang_toys import CHUNK, CPU, SGLANG, capture_spec, random_qwen3, sglang_engine, taps_of
 from torch import Tensor
+from waiting import HANG_S
 
 from draftworks.capture.engine import TargetEngine, make_engine_identity
 from draftworks.capture.engines.hf import HFTargetEngine, load_hf_engine
@@ -241,7 +242,7 @@ def test_a_cancelled_capture_leaves_no_process(tiny_target, tmp_path):
         assert program.poll() is None
         time.sleep(0.1)
     program.send_signal(signal.SIGTERM)
-    assert program.wait(120) == 128 + signal.SIGTERM
+    assert program.wait() == 128 + signal.SIGTERM
     wait_until_ended(*processes)
 
 
@@ -259,7 +260,7 @@ def test_a_server_whose_weights_were_replaced_is_refused(tiny_target: TargetFile
         probe = EngineProbe(capture_run(tiny_target, tmp_path), random_rows(5, longest=60))
         assert tuple(probe.compare(engine).differences) == ("hf2", "hf4", "last")
         other = changed_copy(tiny_target, tmp_path / "other", 0.05).model
-        answer = httpx.post(f"{engine.url}/update_weights_from_disk", json={"model_path": other}, timeout=120)
+        answer = httpx.post(f"{engine.url}/update_weights_from_disk", json={"model_path": other}, timeout=HANG_S)
         assert answer.json()["success"], answer.text
         with SGLangClient(engine.url, 60) as client:
             info = client.get_info()

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from draftworks.capture.engine import EnginePlace
 from draftworks.capture.engines.sglang_loading import start_replicas
 from draftworks.errors import EngineError
 from draftworks.sglang.server import ServerOptions
-
-GENEROUS_S = 60
 
 
 class SlowServer:
@@ -43,7 +42,7 @@ class SlowServer:
             self.serving = True
             return
         self.on_wait()
-        assert self.stopped.wait(GENEROUS_S)
+        assert self.stopped.wait(HANG_S)
         raise EngineError("it ended before it was ready")
 
     def stop(self) -> None:

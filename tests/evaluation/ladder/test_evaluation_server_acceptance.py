@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from draftworks.data.token_rows import TokenRow
 from draftworks.evaluation.ladder.decoding import DecodingLimits
@@ -90,7 +91,7 @@ def test_an_error_of_the_server_ends_the_questions_and_waits_for_no_answer():
     def fails(question: ServerPrompt) -> SpeculatedAnswer:
         asked.append(question)
         if len(asked) > 1:
-            released.wait(60)
+            released.wait(HANG_S)
         raise RuntimeError("gone")
 
     try:
