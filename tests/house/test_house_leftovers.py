@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> LeftoverWatch:
     monkeypatch.setenv(MARK, "of the worker that runs this test")
-    made = LeftoverWatch(leave_s=0.0, alone=True)
+    made = LeftoverWatch(leave_s=0.0)
     made.begin()
     return made
 
@@ -136,9 +136,7 @@ def test_a_connection_is_not_told(watch: LeftoverWatch):
             assert watch.end() == []
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_file_of_shared_memory_is_told_and_removed(watch: LeftoverWatch, alone: bool):
-    watch.alone = alone
+def test_a_file_of_shared_memory_is_told_and_removed(watch: LeftoverWatch):
     memory = shared_memory.SharedMemory(create=True, size=10)
     try:
         assert watch.end() == [f"file {SHARED_MEMORY / memory.name}"]
@@ -149,7 +147,6 @@ def test_a_file_of_shared_memory_is_told_and_removed(watch: LeftoverWatch, alone
 
 
 def test_a_file_of_shared_memory_that_may_be_another_worker_s_is_left(watch: LeftoverWatch):
-    watch.alone = False
     file = SHARED_MEMORY / f"draftworks-{uuid.uuid4()}"
     file.write_text("of another")
     try:

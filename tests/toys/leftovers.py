@@ -30,12 +30,10 @@ _LISTENING = "0A"
 class LeftoverWatch:
     """Tells what has come since `begin` and is still there; what fixtures of the session have started is left out.
 
-    Attributes:
-        alone: no other worker runs: a new file of shared memory that nobody uses is this one's too.
+    A file of shared memory counts while a process of this worker uses it: whose the others are cannot be told.
     """
 
     leave_s: float = LEAVE_S
-    alone: bool = field(default_factory=lambda: "PYTEST_XDIST_WORKER" not in os.environ)
     _mark: bytes = b""
     _pids: set[int] = field(default_factory=set)
     _sockets: set[str] = field(default_factory=set)
@@ -114,9 +112,7 @@ class LeftoverWatch:
         if not new:
             return []
         own = {os.getpid(), *(each.pid for each in processes)}
-        mine = _list_mapped(own)
-        others = _list_mapped(set(psutil.pids()) - own) if self.alone else new
-        return sorted(name for name in new if name in mine or name not in others)
+        return sorted(new & _list_mapped(own))
 
 
 @dataclass(frozen=True)
