@@ -38,10 +38,13 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(site):
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
     run = start(site, home, "job", "execute", "-j", "prepare", "--tags", '{"dagster/partition": "small"}')
     program = "draftworks.programs.regenerate"
-    wait_until(lambda: any(program in command for command in commands_of(home)), possible=lambda: run.poll() is None)
+    with ending(run):
+        wait_until(
+            lambda: any(program in command for command in commands_of(home)), possible=lambda: run.poll() is None
+        )
 
-    run.kill()
-    run.wait()
+        run.kill()
+        run.wait()
 
     wait_until(lambda: commands_of(home) == [], lambda: f"the end of {commands_of(home)}")
     following = start(site, home, "asset", "materialize", "--select", "target_model,responses", "--partition", "small")

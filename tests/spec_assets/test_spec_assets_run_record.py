@@ -7,6 +7,7 @@ import threading
 
 import dagster as dg
 import pytest
+from processes import ending
 from test_spec_assets_command_line import ROOT
 from test_spec_assets_killed_run import commands_of, start
 from waiting import HANG_S, wait_until
@@ -61,14 +62,15 @@ def test_a_forced_termination_of_a_run_that_nobody_reaches_leaves_no_process(sit
     home.mkdir()
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
     started = start(site, home, "job", "execute", "-j", "prepare", "--tags", '{"dagster/partition": "small"}')
-    wait_until(
-        lambda: any("programs.regenerate" in command for command in commands_of(home)),
-        possible=lambda: started.poll() is None,
-    )
+    with ending(started):
+        wait_until(
+            lambda: any("programs.regenerate" in command for command in commands_of(home)),
+            possible=lambda: started.poll() is None,
+        )
 
-    with dg.DagsterInstance.from_config(str(home)) as instance:
-        (run,) = instance.get_runs()
-        instance.report_run_canceled(run)
-        assert started.wait() != 0
-        wait_until(lambda: commands_of(home) == [], lambda: f"the end of {commands_of(home)}")
-        assert instance.get_run_by_id(run.run_id).status is dg.DagsterRunStatus.CANCELED
+        with dg.DagsterInstance.from_config(str(home)) as instance:
+            (run,) = instance.get_runs()
+            instance.report_run_canceled(run)
+            assert started.wait() != 0
+            wait_until(lambda: commands_of(home) == [], lambda: f"the end of {commands_of(home)}")
+            assert instance.get_run_by_id(run.run_id).status is dg.DagsterRunStatus.CANCELED
