@@ -16,6 +16,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.targets.resolve import digest_target_files
 
 if TYPE_CHECKING:
+    from leftovers import LeftoverWatch
     from slurm_cluster import SlurmCluster
 
     from draftworks.capture.engines.sglang_engine import SGLangEngine
@@ -34,6 +35,8 @@ for name, examples, steps in (("gate", 25, 20), ("long", 200, 50)):
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("gate")
+
+pytest_plugins = ["leftovers_check"]
 
 # Contracts are asked in modules that are no tests themselves.
 pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_contract")
@@ -114,19 +117,23 @@ def mtp_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Targ
 
 
 @pytest.fixture(scope="session")
-def tiny_sglang(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    """A server of real SGLang, started once, that captures every tap it can."""
-    from sglang_toys import sglang_engine, taps_of
+def tiny_sglang(
+    tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory, leftover_watch: LeftoverWatch
+) -> Iterator[SGLangEngine]:
+    """A server of real SGLang, started once, that captures every tap it can; a test may have it started again."""
+    from sglang_toys import list_servers, sglang_engine, taps_of
 
     engine = sglang_engine(tiny_target, tmp_path_factory.mktemp("sglang") / "tiny", taps_of(tiny_target))
+    leftover_watch.excuse(lambda: list_servers(engine))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[SlurmCluster]:
+def slurm(leftover_watch: LeftoverWatch) -> Iterator[SlurmCluster]:
     """A real Slurm of two nodes, see slurm_cluster; a test that disturbs it puts it right again."""
-    from slurm_cluster import slurm_cluster
+    from slurm_cluster import find_daemons, slurm_cluster
 
     with slurm_cluster() as cluster:
+        leftover_watch.excuse(lambda: find_daemons(f"{cluster.folder}:"))
         yield cluster

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.capture.engines.sglang_hosts import ManagedHost
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.sglang import SGLangSpec
@@ -82,3 +84,9 @@ if __name__ == "__main__":
     server.start()
     print(server.url, server.pid, flush=True)
     sys.stdin.read()
+
+
+def list_servers(engine: SGLangEngine) -> list[psutil.Process]:
+    """Return the processes of the servers that the engine has started and not ended."""
+    hosts = [host for host in engine._host.list_members() if isinstance(host, ManagedHost)]
+    return [psutil.Process(host.pid) for host in hosts if host.pid is not None and psutil.pid_exists(host.pid)]
