@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import socket
 import subprocess
@@ -127,6 +128,16 @@ def test_the_servers_of_multiprocessing_are_left_and_what_they_fork_is_not(watch
 def test_a_port_that_is_listened_on_is_told(watch: LeftoverWatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         assert watch.end() == [f"port {listening.getsockname()[1]} is still listened on by this process"]
+
+
+def test_a_port_that_a_library_keeps_is_not_told(watch: LeftoverWatch):
+    """As gloo's, whose socket is no object of Python."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        kept = listening.detach()
+        try:
+            assert watch.end() == []
+        finally:
+            os.close(kept)
 
 
 def test_a_connection_is_not_told(watch: LeftoverWatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -156,15 +157,22 @@ def _list_sockets() -> set[str]:
 
 
 def _list_listening(inodes: set[str]) -> list[str]:
-    """Return the ports of those sockets that accept connections."""
-    ports = []
+    """Return the ports of those sockets that accept connections and are objects of Python.
+
+    Libraries keep others: that of gloo stays with the caches of torch's device meshes after the end of its group.
+    """
+    ports: dict[str, str] = {}
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 words = line.split()
                 if words[3] == _LISTENING and words[9] in inodes:
-                    ports.append(str(int(words[1].rpartition(":")[2], 16)))
-    return sorted(ports)
+                    ports[words[9]] = str(int(words[1].rpartition(":")[2], 16))
+    if not ports:
+        return []
+    ours = {each.fileno() for each in gc.get_objects() if isinstance(each, socket.socket)} - {-1}
+    found = {os.readlink(f"/proc/self/fd/{number}") for number in ours}
+    return sorted(port for inode, port in ports.items() if f"socket:[{inode}]" in found)
 
 
 def _list_files() -> set[str]:
