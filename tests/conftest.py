@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import warm_starts
 from dagster_state import forget_instance
 from hypothesis import HealthCheck, settings
 
@@ -47,9 +49,14 @@ SHARED = frozenset({"finished", "tiny_sglang"})
 
 
 def pytest_configure() -> None:
-    """In the background, as by `make test &`, SIGINT is ignored: Dagster would have SIGTERM ignored too, in all children."""
+    """In the background, as by `make test &`, SIGINT is ignored: Dagster would have SIGTERM ignored too, in all children.
+
+    Programs start warm, unless WARM=0 asks for real starts.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("WARM", "1") != "0":
+        warm_starts.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,6 +81,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 def no_dagster_instance_left() -> Iterator[None]:
     yield
     forget_instance()
+
+
+@pytest.fixture
+def real_starts() -> Iterator[None]:
+    """Programs are executed, with all that they import: for one test of each kind in which processes die."""
+    warm_starts.uninstall()
+    yield
+    if os.environ.get("WARM", "1") != "0":
+        warm_starts.install()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ import dagster as dg
 import psutil
 import pytest
 from forked_ranks import ForkedRanks
-from forking_launcher import make_forking_launcher
 from stream_cast import RANKS, Kill, StreamCast
 from stream_toys import TRAINING, StreamFiles
 from waiting import HANG_S
@@ -28,6 +27,7 @@ from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.errors import StoreLostError
 from draftworks.features.open_store import open_store
 from resources.companions import Companion
+from resources.launchers import make_launcher
 from resources.torch_job import TorchJob
 from resources.workspace import Workspace
 from spec_assets.stream_services import locate_database, make_stream_place, make_stream_services
@@ -120,7 +120,7 @@ def test_a_step_runs_memory_and_control_server_beside_the_training(stream_files:
     def eagle3_draft(context) -> dg.MaterializeResult:
         services = make_stream_services(context, workspace, database, produce)
         beside = [*services, Companion(producer, tmp_path / "produce")]
-        launcher = make_forking_launcher(LocalLauncherSpec())
+        launcher = make_launcher(LocalLauncherSpec())
         killer = threading.Thread(target=kill_owner, args=(database, folder / "memory"), daemon=True)
         killer.start()
         job = launcher.run(context, trainer, run_dir=tmp_path / "runs", companions=beside)

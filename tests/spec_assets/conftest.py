@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import dagster as dg
 import pyarrow.parquet as pq
 import pytest
-from forking_launcher import make_forking_launcher
 from recorded_reads import recorded_reads
 
 from spec_assets.code_location import build_definitions
@@ -58,13 +55,9 @@ class Site:
     def definitions(self) -> dg.Definitions:
         return build_definitions(self.registry)
 
-    def run(
-        self, job: str = "everything", partition: str = "small", *, torchrun: tuple[str, ...] = (), **options
-    ) -> dg.ExecuteInProcessResult:
-        """Run a job in this process: the programs named in `torchrun` under torchrun, the others without its long start."""
-        launcher = functools.partial(make_forking_launcher, torchrun=torchrun)
-        with mock.patch("spec_assets.code_location.make_deployment_launcher", launcher):
-            found = self.definitions().resolve_job_def(job)
+    def run(self, job: str = "everything", partition: str = "small", **options) -> dg.ExecuteInProcessResult:
+        """Run a job in this process."""
+        found = self.definitions().resolve_job_def(job)
         return found.execute_in_process(partition_key=partition, raise_on_error=False, **options)
 
     def copy(self, root: Path) -> Site:
@@ -120,14 +113,10 @@ class FinishedSite:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> FinishedSite:
-    """`everything` has run once, training on two ranks. Tests must not change it: they copy it.
-
-    Under torchrun is what no other test has there to its end: the runs from a terminal have captures, a training and an
-    evaluation (test_spec_assets_plugin_strategy) and answers (test_spec_assets_killed_run).
-    """
+    """`everything` has run once, training on two ranks. Tests must not change it: they copy it."""
     site = new_site(tmp_path_factory.mktemp("site"), tiny_folder, processes=2)
     instance = dg.DagsterInstance.ephemeral()
     with recorded_reads() as reads:
-        result = site.run(instance=instance, torchrun=("train", "export"))
+        result = site.run(instance=instance)
     assert result.success, [e.message for e in result.all_events if e.is_failure]
     return FinishedSite(site, result, instance, reads)

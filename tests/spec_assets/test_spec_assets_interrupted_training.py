@@ -62,7 +62,7 @@ def prepared(finished, tmp_path):
 def once_cancelled(finished, tmp_path_factory):
     site = finished.site.copy(tmp_path_factory.mktemp("cancelled"))
     with once_saved(site, lambda: os.kill(os.getpid(), signal.SIGINT)):
-        assert not train(site, torchrun=("train",)).success
+        assert not train(site).success
     assert torchrun_of(site) is None
     return site
 
@@ -85,7 +85,7 @@ def undisturbed(finished, tmp_path_factory) -> str:
 @pytest.mark.slow
 def test_a_pre_empted_training_is_retried_from_its_checkpoint(prepared, undisturbed):
     with once_saved(prepared, lambda: torchrun_of(prepared).terminate()):
-        result = train(prepared, torchrun=("train",))
+        result = train(prepared)
     assert result.success
     retried = [e for e in result.all_events if e.event_type is dg.DagsterEventType.STEP_UP_FOR_RETRY]
     assert len(retried) == 1

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import shutil
-from types import SimpleNamespace
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import dagster as dg
 import failing_programs
-import forking_launcher
 import yaml
-from forked_ranks import ForkedRanks
 
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from resources.local_launcher import LocalJob, LocalLauncher
+from resources.torch_job import RunDir, TorchJob
+
+submit = LocalLauncher.submit
 
 
-def start(program, args, count, folder, log, env=None) -> ForkedRanks:
-    """Start a rank of a program; some training samples have no valid features."""
-    if program.endswith((".produce", ".capture")) and "eval" not in args[0]:
-        program, env = failing_programs.__file__, {**(env or {}), "PROGRAM": program}
-    return ForkedRanks.start(program, args, count, folder, log, env)
+def submit_failing(self: LocalLauncher, job: TorchJob, env: Mapping[str, str], run_dir: RunDir) -> LocalJob:
+    """Start a job; some training samples have no valid features."""
+    if job.module.endswith((".produce", ".capture")) and "eval" not in job.args[0]:
+        toys = str(Path(__file__).parents[1] / "toys")
+        env = {**env, "PROGRAM": job.module, "PYTHONPATH": toys}
+        job = replace(job, module=failing_programs.__name__)
+    return submit(self, job, env, run_dir)
 
 
 def run(site: Any, streaming: dict | None) -> dg.ExecuteInProcessResult:
     entry = yaml.safe_load(site.target_file.read_text())
     entry |= {"streaming": streaming, "capture": {**entry["capture"], "max_failed_share": 0.3}}
     site.target_file.write_text(yaml.safe_dump(entry))
-    with mock.patch.object(forking_launcher, "ForkedRanks", SimpleNamespace(start=start)):
+    with mock.patch.object(LocalLauncher, "submit", submit_failing):
         result = site.run(instance=dg.DagsterInstance.ephemeral())
     assert result.success, [event.message for event in result.all_events if event.is_failure]
     return result

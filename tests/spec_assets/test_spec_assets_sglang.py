@@ -39,7 +39,7 @@ def test_the_graph_makes_the_same_draft_through_sglang(site, tiny_sglang, tmp_pa
         shutil.rmtree(served.var / asset / "small")
     text = served.target_file.read_text().replace("processes: 1", "processes: 2")
     served.target_file.write_text(text + "streaming: {watermark: {samples: 16}}\n")
-    result = served.run(torchrun=("train", "produce"))
+    result = served.run()
     assert result.success, [event.message for event in result.all_events if event.is_failure]
     assert made(served, "training_features").data_version == stored
     assert made(served, "eagle3_draft").summary["stream"]["captured_samples"] > 0

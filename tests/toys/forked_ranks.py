@@ -1,66 +1,24 @@
-"""Ranks of one small job, forked off a process that has imported everything: see rank_server."""
+"""Ranks of one small job, without torchrun."""
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import rank_server
 
 from resources.torch_job import ONE_NODE_ENV
 
 
-class RankServer:
-    """The server's process, and the requests that it answers; threads ask in turn."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, rank_server.__file__],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the tests, which end it
-        )
-
-    def start(self, program: str, args: Sequence[str], env: Mapping[str, str], log: Path) -> int:
-        """Start a rank; returns its pid."""
-        return self._ask(program=program, args=list(args), env=dict(env), log=str(log))["pid"]
-
-    def exit_code(self, pid: int) -> int | None:
-        """None while it runs."""
-        return self._ask(pid=pid)["code"]
-
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with self._lock:
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            return json.loads(self._process.stdout.readline())
-
-
-@functools.cache
-def shared_server() -> RankServer:
-    """One for all tests of this process; it ends with it."""
-    return RankServer()
-
-
 @dataclass
 class ForkedRanks:
-    """The ranks of a job: exit codes by pid, None for those that run."""
+    """The ranks of a job, in order."""
 
-    codes: dict[int, int | None]
+    processes: list[subprocess.Popen[bytes]]
 
     @classmethod
     def start(
@@ -80,18 +38,32 @@ class ForkedRanks:
         """
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        common, server, codes = {**os.environ, **ONE_NODE_ENV, **(env or {})}, shared_server(), {}
+        common = {**os.environ, **ONE_NODE_ENV, **(env or {})}
+        command = [sys.executable, "-u", *([program] if program.endswith(".py") else ["-m", program]), *map(str, args)]
+        ranks = cls([])
         for rank in range(count):
             own = _environment_of_rank(rank, count, port, folder / "forked" / str(rank))
             own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if nodes else {}
-            codes[server.start(program, args, {**common, **own}, log)] = None
-        return cls(codes)
+            with log.open("ab") as output:
+                started = subprocess.Popen(
+                    command,
+                    env={**common, **own},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            ranks.processes.append(started)
+        return ranks
+
+    @property
+    def codes(self) -> dict[int, int | None]:
+        """Exit codes by pid, None for those that run when last looked at."""
+        return {process.pid: process.returncode for process in self.processes}
 
     def look(self) -> list[int]:
         """Learn who has ended; returns the pids of those that still run."""
-        for pid, code in self.codes.items():
-            self.codes[pid] = shared_server().exit_code(pid) if code is None else code
-        return [pid for pid, code in self.codes.items() if code is None]
+        return [process.pid for process in self.processes if process.poll() is None]
 
     def wait(self, seconds: float = 120.0) -> list[int | None]:
         """The exit codes of all ranks, by rank; None for those that still run when the time is up."""
