@@ -13,6 +13,7 @@ import pytest
 import warm_starts
 from dagster_state import forget_instance
 from hypothesis import HealthCheck, settings
+from seconds_by_room import SecondsByRoom
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.targets.resolve import digest_target_files
@@ -48,7 +49,7 @@ SHARED = frozenset({"finished", "tiny_sglang"})
 """Costly fixtures of a whole session."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """In the background, as by `make test &`, SIGINT is ignored: Dagster would have SIGTERM ignored too, in all children.
 
     Programs start warm, unless WARM=0 asks for real starts.
@@ -57,6 +58,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("WARM", "1") != "0":
         warm_starts.install()
+    config.pluginmanager.register(SecondsByRoom(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
