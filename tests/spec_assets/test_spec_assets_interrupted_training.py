@@ -38,10 +38,10 @@ def once_saved(site, act: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def train(site, *, torchrun: tuple[str, ...] = (), **draft) -> dg.ExecuteInProcessResult:
-    """Train on two ranks; under torchrun if that process is to be interrupted."""
+def train(site, **draft) -> dg.ExecuteInProcessResult:
+    """Train on two ranks."""
     config = {"ops": {"eagle3_draft": {"config": {"training": LONG, **draft}}}}
-    return site.run("train_eagle3", torchrun=torchrun, run_config=config, asset_selection=[dg.AssetKey("eagle3_draft")])
+    return site.run("train_eagle3", run_config=config, asset_selection=[dg.AssetKey("eagle3_draft")])
 
 
 def draft(site):

@@ -17,7 +17,6 @@ from s3_server import BUCKET, S3Server, set_keys
 from draftworks.storage.artifacts import ArtifactStore
 
 pytestmark = pytest.mark.cluster
-PROGRAMS = ("capture", "train", "evaluate", "export")
 MADE_OF_FEATURES = ("training_features", "heldout_eval_features", "eagle3_draft", "eagle3_report", "eagle3_export")
 
 
@@ -47,7 +46,7 @@ def stored_away(finished: Any, server: S3Server, tmp_path_factory: pytest.TempPa
     for made in ("feature_store", "eval_cache", *MADE_OF_FEATURES):
         shutil.rmtree(site.var / made, ignore_errors=True)
     write_deployment(site, server)
-    result = site.run(instance=dg.DagsterInstance.ephemeral(), torchrun=PROGRAMS)
+    result = site.run(instance=dg.DagsterInstance.ephemeral())
     assert result.success, [event.message for event in result.all_events if event.is_failure]
     return site
 
@@ -132,7 +131,7 @@ def test_keys_that_may_not_write_end_the_capture_before_anything_is_computed(
     write_deployment(site, server, "READER")
     text = (site.registry / "deployment.yaml").read_text().replace("/features", "/others")
     (site.registry / "deployment.yaml").write_text(text)
-    result = site.run("prepare", instance=dg.DagsterInstance.ephemeral(), torchrun=PROGRAMS)
+    result = site.run("prepare", instance=dg.DagsterInstance.ephemeral())
     assert not result.success
     failed = [event for event in result.all_events if event.is_step_failure]
     told = {event.step_key: event.step_failure_data.user_failure_data.description for event in failed}
