@@ -19,7 +19,7 @@ import psutil
 from processes import kill_all, lives
 
 MARK = "DRAFTWORKS_TESTS"
-SERVERS = ("warm_server.py", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
+SERVERS = ("warm_server.py", "warm-server", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """Words in the command of what lives as long as its worker; what such a server forks does not."""
 LEAVE_S = 10.0
 """How long what is about to end may still be there: only what is left after it is told."""

@@ -68,7 +68,7 @@ _READ_BY_IMPORTS = re.compile(
 """Variables that are read at an interpreter's start or by an import: one that differs needs a real start."""
 _FORKSERVER = "from multiprocessing.forkserver import "
 _STARTERS = re.compile(
-    rf"torch\.distributed\.run|/bin/torchrun|/bin/draftworks|/bin/dagster|-m (draftworks|dagster)\b(?!\.programs)|{_FORKSERVER}"
+    r"torch\.distributed\.run|/bin/torchrun|/bin/draftworks|/bin/dagster|-m (draftworks|dagster)\b(?!\.programs)"
 )
 _serving: list[bool] = []
 """Not empty while a server is forked."""
