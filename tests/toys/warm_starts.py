@@ -3,6 +3,8 @@
 `install` replaces what `subprocess` and `multiprocessing` call to fork and execute. Commands of this interpreter that are worth
 it become children without exec, made by a server (`warm_server`) that each process has for what it starts; every other command
 is executed as ever.
+
+A program that changes a module before others import from it (`failing_programs`) must not be warm: they have done so.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ _ARGUMENTS = (
     ),
 )
 """Of fork_exec in CPython 3.11 and later; in some one more follows."""
-_MODULES = re.compile(r"torch\.distributed\.run|draftworks(\..+)?|dagster|frame_program|failing_programs")
+_MODULES = re.compile(r"torch\.distributed\.run|draftworks(\..+)?|dagster|frame_program")
 _CODE = re.compile(r"from multiprocessing\.(forkserver|spawn) import ")
 _SCRIPTS = {Path(sys.executable).parent / name for name in ("draftworks", "dagster", "torchrun")}
 _TESTS = ROOT / "tests"
