@@ -104,6 +104,7 @@ def render_cli_page() -> list[str]:
     from typer.main import get_command
 
     from draftworks.programs.cli import app
+    from draftworks.programs.lazy_commands import LazyCommand
 
     command = get_command(app)
     assert isinstance(command, TyperGroup)  # it has several commands
@@ -114,7 +115,9 @@ def render_cli_page() -> list[str]:
         "wrong and what to do."
     )
     for name in command.list_commands(context):
-        each = command.commands[name]
+        listed = command.commands[name]
+        assert isinstance(listed, LazyCommand)
+        each = listed.load()
         words = " ".join(word for parameter in each.params for word in _render_usage(parameter))
         usage = textwrap.wrap(
             f"draftworks {name} {words}",

@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError, DraftworksError
-from draftworks.programs.code_location import write_code_location
-from draftworks.targets.registry import Registry
+
+if TYPE_CHECKING:  # half a second of imports that `run --help` does not need
+    from draftworks.targets.registry import Registry
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CHECKOUT_REGISTRY = CHECKOUT / "registry"
@@ -63,6 +64,9 @@ def prepare_location(root: Path, target: str | None) -> Path | None:
     Raises:
         ConfigError: the folder is no registry; its deployment, or the target's own entry, is missing or invalid.
     """
+    from draftworks.programs.code_location import write_code_location
+    from draftworks.targets.registry import Registry
+
     registry = Registry(root)
     registry.list_targets()
     registry.load_deployment()
@@ -93,6 +97,9 @@ def ui(
     try:
         require_free_port(port)
         if not is_of_checkout(registry):
+            from draftworks.programs.code_location import write_code_location
+            from draftworks.targets.registry import Registry
+
             Registry(registry).list_targets()
             workspace = write_code_location(Registry(registry), CHECKOUT).workspace
     except (DraftworksError, OSError) as error:

@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from draftworks.programs.cli import app, build_strategy_metrics_table
+from draftworks.programs.cli import COMMANDS, app
 from draftworks.programs.keys import list_keys
+from draftworks.programs.lazy_commands import LazyCommand
+from draftworks.programs.summary import build_strategy_metrics_table
 from draftworks.storage.artifacts import Artifact
+
+HEAVY = [
+    "torch",
+    "numpy",
+    "dagster",
+    "transformers",
+    "pyarrow",
+    "httpx",
+    "yaml",
+    "draftworks.config",
+    "draftworks.targets",
+]
+"""Nothing of these is needed to say what there is."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_all_commands_says_of_each_what_its_own_begins_with(name):
+    command = LazyCommand(name, COMMANDS[name]).load()
+    assert " ".join(command.help.split("\n\n")[0].split()) == COMMANDS[name].help
+
+
+def test_help_and_unknown_commands_import_none_of_what_commands_need():
+    code = (
+        "import sys; from typer.testing import CliRunner; from draftworks.programs.cli import app\n"
+        "for words, code in ((['--help'], 0), (['run', '--help'], 0), (['targets'], 2)):\n"
+        "    assert CliRunner().invoke(app, words).exit_code == code, words\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_no_key_is_cut_off_where_the_output_goes_into_a_file():

@@ -13,7 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from draftworks.errors import ConfigError
-from draftworks.programs.cli import app, build_results_table
+from draftworks.programs.cli import app
+from draftworks.programs.summary import build_results_table
 from spec_assets.draft_inputs import locate_tuned_draft
 
 NAME = re.compile(r"\b[0-9a-f]{16}\b")
