@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.adamw import adamw
 
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.errors import TrainingError
@@ -63,7 +63,10 @@ class LrSchedule:
         return 0.5 * (1.0 + math.cos(math.pi * progress)) if self.name == "cosine" else 1.0 - progress
 
 
+STEP = "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+"""torch's defaults of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ class OptimizerCounters:
 
 
 class BF16Optimizer:
-    """AdamW with clipping and a schedule. Named as in SpecForge; its masters are FSDP2's sharded fp32 parameters.
+    """AdamW with clipping and a schedule. Named as in SpecForge; its masters are the backend's fp32 parameters.
+
+    The update is torch's functional AdamW. Its class would import torch._dynamo, a second or more of each start.
 
     Args:
         parameters: this rank's fp32 shards (DTensors) or plain parameters, by name.
@@ -105,7 +110,8 @@ class BF16Optimizer:
         self._max_grad_norm = max_grad_norm
         self._schedule = schedule
         self._steps = 0
-        self._adamw = torch.optim.AdamW(self._parameters, lr=self.lr, weight_decay=weight_decay, fused=True)
+        self._weight_decay = weight_decay
+        self._state: dict[str, dict[str, Tensor]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -119,7 +125,7 @@ class BF16Optimizer:
     def grad_norm(self) -> float:
         """Return the Euclidean norm of the whole gradient, over all shards. A collective."""
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of DTensors: a part of each shard
 
     def step(self) -> OptimizerStep:
         """Clip the gradients to `max_grad_norm`, update, clear them, advance the schedule. A collective.
@@ -135,9 +141,7 @@ class BF16Optimizer:
             )
         clip_grads_with_norm_(self._parameters, self._max_grad_norm, torch.tensor(norm))
         done = OptimizerStep(norm, self.lr)
-        for group in self._adamw.param_groups:
-            group["lr"] = done.lr
-        self._adamw.step()
+        self._update(done.lr)
         self._advance()
         return done
 
@@ -148,26 +152,53 @@ class BF16Optimizer:
         return done
 
     def counters(self) -> OptimizerCounters:
-        known = {name: self._adamw.state.get(p, {}) for name, p in self._named.items()}
-        return OptimizerCounters(self._steps, {name: int(state["step"]) for name, state in known.items() if state})
+        return OptimizerCounters(self._steps, {name: int(state[STEP]) for name, state in self._state.items()})
 
     def moments(self) -> dict[str, Tensor]:
         """Return AdamW's moments by `{parameter}.{moment}`, sharded like their parameters; not copies."""
-        known = {name: self._adamw.state.get(p, {}) for name, p in self._named.items()}
-        return {f"{name}.{moment}": state[moment] for name, state in known.items() if state for moment in MOMENTS}
+        return {f"{name}.{moment}": state[moment] for name, state in self._state.items() for moment in MOMENTS}
 
     def restore(self, counters: OptimizerCounters) -> dict[str, Tensor]:
         """Set the counters and return zeroed moments, to be filled in place; see `moments`."""
         self._steps = counters.steps
         for name, updates in counters.updates.items():
-            parameter = self._named[name]
-            step = torch.tensor(float(updates), device=parameter.device)  # on the device, as fused AdamW keeps it
-            self._adamw.state[parameter] = {"step": step, **{m: torch.zeros_like(parameter) for m in MOMENTS}}
+            self._state[name] = _make_state(self._named[name], updates)
         return self.moments()
 
+    @torch.no_grad()
+    def _update(self, lr: float) -> None:
+        """Update the parameters that have a gradient."""
+        named = {name: parameter for name, parameter in self._named.items() if parameter.grad is not None}
+        for name, parameter in named.items():
+            if name not in self._state:
+                self._state[name] = _make_state(parameter, 0)
+        states = [self._state[name] for name in named]
+        adamw(
+            list(named.values()),
+            [parameter.grad for parameter in named.values() if parameter.grad is not None],
+            *([state[moment] for state in states] for moment in MOMENTS),
+            [],
+            [state[STEP] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=lr,
+            weight_decay=self._weight_decay,
+            eps=EPSILON,
+            maximize=False,
+        )
+
     def _advance(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         self._steps += 1
+
+
+def _make_state(parameter: nn.Parameter, updates: int) -> dict[str, Tensor]:
+    """Return AdamW's state of a parameter after so many updates, with zeroed moments."""
+    step = torch.tensor(float(updates), device=parameter.device)  # on the device, as fused AdamW keeps it
+    return {STEP: step, **{moment: torch.zeros_like(parameter) for moment in MOMENTS}}
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,27 @@ def test_clipping_keeps_the_direction() -> None:
     parameter = parameter_with_gradient(3.0, 4.0)
     optimizer = BF16Optimizer(named(parameter), LrSchedule(0.1, 10), max_grad_norm=0.5)
     optimizer.step()
-    moment = optimizer._adamw.state[parameter]["exp_avg"] / 0.1
+    moment = optimizer.moments()["p0.exp_avg"] / 0.1
     torch.testing.assert_close(moment, torch.tensor([0.3, 0.4]), rtol=1e-4, atol=0)
+
+
+def test_weights_are_bit_for_bit_those_of_torchs_adamw() -> None:
+    """With weight decay, another rate at each step, and a parameter that has a gradient at every other step only."""
+    generator = torch.Generator().manual_seed(3)
+    ours, theirs = ([nn.Parameter(torch.linspace(-1, 1, n)) for n in (7, 4)] for _ in range(2))
+    schedule = LrSchedule(0.1, 6)
+    optimizer = BF16Optimizer(named(*ours), schedule, weight_decay=0.3, max_grad_norm=1e9)
+    reference = torch.optim.AdamW(theirs, weight_decay=0.3, fused=True)
+    for step in range(6):
+        for mine, other in zip(ours[: 2 - step % 2], theirs, strict=False):
+            other.grad = torch.randn(mine.shape, generator=generator)
+            mine.grad = other.grad.clone()
+        reference.param_groups[0]["lr"] = schedule.lr(step)
+        reference.step()
+        reference.zero_grad()
+        optimizer.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+    assert optimizer.counters().updates == {"p0": 6, "p1": 3}
 
 
 def test_gradient_that_is_not_finite_is_refused_before_the_step() -> None:
