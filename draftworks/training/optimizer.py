@@ -125,7 +125,8 @@ class BF16Optimizer:
     def grad_norm(self) -> float:
         """Return the Euclidean norm of the whole gradient, over all shards. A collective."""
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of DTensors: a part of each shard
+        whole = getattr(norm, "full_tensor", None)  # that of DTensors, whose module one rank does not import
+        return float(norm if whole is None else whole())
 
     def step(self) -> OptimizerStep:
         """Clip the gradients to `max_grad_norm`, update, clear them, advance the schedule. A collective.
@@ -176,7 +177,8 @@ class BF16Optimizer:
         adamw(
             list(named.values()),
             [parameter.grad for parameter in named.values() if parameter.grad is not None],
-            *([state[moment] for state in states] for moment in MOMENTS),
+            [state[MOMENTS[0]] for state in states],
+            [state[MOMENTS[1]] for state in states],
             [],
             [state[STEP] for state in states],
             fused=True,
