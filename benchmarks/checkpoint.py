@@ -28,9 +28,10 @@ from torch import nn
 from draftworks.drafts.draft_io import read_weights
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.evaluation.result import EvalResult
-from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
+from draftworks.training.backend import ensure_process_group
 from draftworks.training.checkpoint_files import read_record
 from draftworks.training.checkpoint_manager import CheckpointManager
+from draftworks.training.fsdp_backend import FSDPTrainingBackend
 from draftworks.training.history import History
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule
 from draftworks.training.progress import TrainingProgress

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.features.contracts import TrainBatch
-from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
+from draftworks.training.backend import ensure_process_group
+from draftworks.training.fsdp_backend import FSDPTrainingBackend
 
 LENGTHS = (70, 33, 52)
 COUNT = 3

@@ -13,8 +13,8 @@ from draftworks.config.base import Dtype
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
-from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.compiling import compile_blocks
+from draftworks.training.fsdp_backend import FSDPTrainingBackend
 from draftworks.training.optimizer import StepResult, TrainerCore
 from draftworks.training.trainer import make_optimizer, make_plan
 

@@ -33,7 +33,8 @@ from draftworks.features.packed_schedule import PackedTrainSchedule
 from draftworks.features.packing import PackLimits, fill_share, require_lengths
 from draftworks.features.schedule import TrainSchedule
 from draftworks.programs.assembly import Samples, build_draft, open_samples
-from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
+from draftworks.training.backend import ensure_process_group
+from draftworks.training.fsdp_backend import FSDPTrainingBackend
 from draftworks.training.optimizer import TrainerCore
 from draftworks.training.trainer import make_optimizer, make_plan
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,11 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
     SIGTERM and SIGINT end the training after the current step, with a checkpoint. The same run file resumes from it.
     A streamed training plans again, and goes back to a checkpoint, where a sample cannot be captured.
     """
-    with open_process_group(run.training.device) as device, ensure_process_group(device), defer_stop() as stop:
+    with (
+        open_process_group(run.training.device) as device,
+        nullcontext() if run.training.compute_dtype == "float32" else ensure_process_group(device),
+        defer_stop() as stop,
+    ):
         while (trained := _train(run, ctx, device, stop)) is None:
             if ctx.is_main:
                 ctx.log("samples could not be captured: planning again without them")

@@ -1,21 +1,16 @@
-"""Training backends: how a draft is distributed over processes. One uses FSDP2, on gloo and NCCL alike."""
+"""Training backends: how a draft is distributed over processes. That of several is in `fsdp_backend`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.errors import ConfigError
 
 
 class TrainingBackend(ABC):
@@ -47,97 +42,40 @@ class TrainingBackend(ABC):
                 parameter.grad.mul_(factor)
 
 
-class FSDPTrainingBackend(TrainingBackend):
-    """FSDP2 (`fully_shard`): the strategy's blocks, then the whole model, over all ranks of the process group; or HSDP.
+class SingleTrainingBackend(TrainingBackend):
+    """One process in fp32: its parameters are the masters. Imports nothing of torch's that several ranks need.
 
-    The sharded fp32 parameters are the masters; forward and backward see them in `compute_dtype`, gradients are reduced
-    in fp32. Weights stay whole between forward and backward of a window (ZeRO-2): drafts are small.
-
-    Args:
-        device: the device of this rank. Needs an initialised process group; one of a single rank is enough.
-        ranks_per_copy: HSDP: consecutive ranks, such as those of one node, that shard one copy of the weights; gradients
-            are reduced inside a copy and then summed over the copies. None: one copy over all ranks.
+    Not for bf16: FSDP adds in fp32 what a block gives that is called several times in a pass, autograd alone in bf16.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        compute_dtype: torch.dtype = torch.float32,
-        ranks_per_copy: int | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._ranks_per_copy = ranks_per_copy
-        # Inputs are not cast: the teacher's hidden states in bf16 would have other argmaxes. Models cast what they need.
-        self._policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._model: nn.Module | None = None
-        self._parameters: dict[str, nn.Parameter] = {}
 
     def prepare_model(self, strategy: DraftStrategy) -> None:
-        mesh = make_mesh(self.device.type, dist.get_world_size(), self._ranks_per_copy)
-        model = strategy.model.to(self.device)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.float()
-        for module in [*strategy.fsdp_blocks(), model]:
-            fully_shard(module, mesh=mesh, mp_policy=self._policy, reshard_after_forward=False)
-        for method in strategy.model_methods:
-            register_fsdp_forward_method(model, method)
-        for module in _sharded(model):
-            # In this order: a divide factor alone would select a pre-multiplied sum, which gloo does not have.
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-        self._model = model
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-    @property
-    def model(self) -> FSDPModule:
-        """The draft, sharded in place by `fully_shard`, which makes its class an FSDPModule too."""
-        if not isinstance(self._model, FSDPModule):
-            raise RuntimeError("prepare_model has not been called")
-        return self._model
+        self._model = strategy.model.to(self.device).float()
 
     def backward(self, loss: Tensor, *, is_boundary: bool = True) -> None:
-        self.model.set_requires_gradient_sync(is_boundary)
-        self.model.set_reshard_after_backward(is_boundary)
         loss.backward()
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._parameters
+        return {name: p for name, p in self._require_model().named_parameters() if p.requires_grad}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        model: Any = self.model
-        return cast(
-            dict[str, Tensor],
-            get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)),
-        )
+        """Return copies, which later steps do not change."""
+        return {name: t.detach().to("cpu", copy=True) for name, t in self._require_model().state_dict().items()}
 
-
-def make_mesh(device_type: str, world_size: int, ranks_per_copy: int | None) -> DeviceMesh:
-    """Return the mesh over which weights are sharded: 1-D, or 2-D (copy, shard) if there are several copies.
-
-    Raises:
-        ConfigError: the ranks cannot be divided into copies of that size.
-    """
-    if ranks_per_copy is None or ranks_per_copy == world_size:
-        return init_device_mesh(device_type, (world_size,))
-    if world_size % ranks_per_copy:
-        raise ConfigError(
-            f"training.shard_within: node needs as many ranks on each node, found {world_size} ranks, {ranks_per_copy} of"
-            " them on this one"
-        )
-    return init_device_mesh(
-        device_type, (world_size // ranks_per_copy, ranks_per_copy), mesh_dim_names=("copy", "shard")
-    )
-
-
-def _sharded(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    def _require_model(self) -> nn.Module:
+        if self._model is None:
+            raise RuntimeError("prepare_model has not been called")
+        return self._model
 
 
 @contextmanager
 def ensure_process_group(device: torch.device) -> Iterator[None]:
     """Context with a process group: the initialised one, or an in-memory group of this process, destroyed at exit.
 
-    So FSDP, its masters and its precision are the same for one process as for many.
+    So FSDP, its masters and its precision in bf16 are the same for one process as for many.
     """
     if dist.is_initialized():
         yield

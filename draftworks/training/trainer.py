@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from draftworks.config.registry_files import TrainingSpec
@@ -20,7 +21,7 @@ from draftworks.evaluation.ladder.replay import forward_with_replay
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, EvalResult
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.training_loader import TrainingLoader
-from draftworks.training.backend import FSDPTrainingBackend
+from draftworks.training.backend import SingleTrainingBackend, TrainingBackend
 from draftworks.training.checkpoint_files import read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.compiling import compile_blocks
@@ -105,11 +106,7 @@ class Trainer:
             resumed.load_weights(strategy.model)
         if training.compile:
             compile_blocks(strategy, device)
-        self.backend = FSDPTrainingBackend(
-            device,
-            getattr(torch, training.compute_dtype),
-            get_local_world_size() if training.shard_within == "node" else None,
-        )
+        self.backend = make_backend(training, device)
         self.backend.prepare_model(strategy)
         optimizer = make_optimizer(training, plan, self.backend)
         self.core = TrainerCore(strategy, self.backend, optimizer)
@@ -204,7 +201,22 @@ def make_plan(training: TrainingSpec, steps_per_epoch: int | None, evaluates_sta
     )
 
 
-def make_optimizer(training: TrainingSpec, plan: Plan, backend: FSDPTrainingBackend) -> BF16Optimizer:
+def make_backend(training: TrainingSpec, device: torch.device) -> TrainingBackend:
+    """Return FSDP's backend in a process group, else that of a single process, which computes in fp32 only."""
+    if not dist.is_initialized():
+        if training.compute_dtype != "float32":
+            raise RuntimeError(f"compute_dtype {training.compute_dtype} needs a process group, if only of one rank")
+        return SingleTrainingBackend(device)
+    from draftworks.training.fsdp_backend import FSDPTrainingBackend  # seconds of imports: DTensor, sympy, checkpoints
+
+    return FSDPTrainingBackend(
+        device,
+        getattr(torch, training.compute_dtype),
+        get_local_world_size() if training.shard_within == "node" else None,
+    )
+
+
+def make_optimizer(training: TrainingSpec, plan: Plan, backend: TrainingBackend) -> BF16Optimizer:
     """Return the optimizer and schedule of a training spec."""
     schedule = LrSchedule(
         training.lr,

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from draftworks.drafts.strategy import StepContext
-from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
+from draftworks.training.backend import ensure_process_group
+from draftworks.training.fsdp_backend import FSDPTrainingBackend
 
 
 class Sharded(NamedTuple):

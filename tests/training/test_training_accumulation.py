@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from training_toys import ToyStrategy, ragged_samples, train_loader
 
 from draftworks.drafts.strategy import StepContext
-from draftworks.training.backend import FSDPTrainingBackend
+from draftworks.training.fsdp_backend import FSDPTrainingBackend
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule, TrainerCore
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from draftworks.errors import ConfigError
-from draftworks.training.backend import ensure_process_group, make_mesh
+from draftworks.training.backend import ensure_process_group
+from draftworks.training.fsdp_backend import make_mesh
 
 pytestmark = pytest.mark.slow
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 import torch.distributed as dist
 from checkpoint_toys import assert_equal, limited_file_size, snapshot_of
 from gloo_ranks import on_ranks
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from draftworks.errors import StoreError
+from draftworks.training.backend import ensure_process_group
+from draftworks.training.moment_files import save_whole_moments
 from draftworks.training.snapshot import load_moments, restore_rng, rng_state, save_moments, save_weights_and_rng
 
 WORLDS = (1, 2, 4)
@@ -59,6 +63,14 @@ def load_what_any_number_saved(rank: int, root: Path) -> None:
         load_moments(root / "4", strange)
 
 
+def save_and_load_on_two(rank: int, root: Path) -> None:
+    whole, mesh = whole_moments(), init_device_mesh("cpu", (2,))
+    moments = sharded({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, mesh)
+    load_moments(root / "1", moments)
+    assert_equal({name: moment.full_tensor() for name, moment in moments.items()}, whole)
+    save_on_all(root, 2)
+
+
 def save_and_load_on_four(rank: int, root: Path) -> None:
     save_on_two_of_four(rank, root)
     save_on_all(root, 4)
@@ -66,17 +78,49 @@ def save_and_load_on_four(rank: int, root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_moments_saved_on_any_number_of_ranks_load_on_any_other(tmp_path: Path, one_rank):
+def test_moments_saved_on_any_number_of_ranks_load_on_any_other(tmp_path: Path, group_of_one):
     save_on_all(tmp_path, 1)
     on_ranks(4, new_folder(tmp_path, 4), save_and_load_on_four, tmp_path)
     on_ranks(2, new_folder(tmp_path, 2), load_what_any_number_saved, tmp_path)
     load_what_any_number_saved(0, tmp_path)
 
 
-@pytest.mark.parametrize("asked", [{"w.exp_avg": torch.zeros(5, 4)}, {"other": torch.zeros(5, 3)}])
-def test_a_moment_that_is_missing_or_of_another_shape_is_named(tmp_path: Path, asked: dict[str, Tensor]):
+def file_of(folder: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Header and tensors of the only file of moments."""
+    (path,) = (folder / "optimizer").iterdir()
+    with safe_open(path, "pt") as file:
+        return {"name": path.name, **file.metadata()}, load_file(path)
+
+
+def test_a_process_alone_writes_the_file_that_dcp_writes_of_one_rank(tmp_path: Path, group_of_one):
+    save_on_all(tmp_path, 1)
+    save_whole_moments(new_folder(tmp_path, 0) / "optimizer", whole_moments())
+    (header, tensors), (expected, theirs) = file_of(tmp_path / "0"), file_of(tmp_path / "1")
+    sharding = [json.loads(each.pop("DCP_SHARDING_INFO")) for each in (header, expected)]
+    assert (header, sharding[0]) == (expected, sharding[1])
+    assert_equal(tensors, theirs)
+
+
+def test_two_ranks_and_a_process_alone_read_each_others_moments_to_the_bit(tmp_path: Path, one_rank):
+    save_moments(new_folder(tmp_path, 1), whole_moments(), None)
+    on_ranks(2, new_folder(tmp_path, 2), save_and_load_on_two, tmp_path)
+    for world in (1, 2):
+        moments = {name: torch.zeros_like(tensor) for name, tensor in whole_moments().items()}
+        load_moments(tmp_path / str(world), moments)
+        assert_equal(moments, whole_moments())
+
+
+ASKED = [{"w.exp_avg": torch.zeros(5, 4)}, {"w.exp_avg": torch.zeros(4, 3)}, {"other": torch.zeros(5, 3)}]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(("fixture", "prefix"), [("group_of_one", "rank 0: "), ("one_rank", "")])
+def test_a_moment_that_is_missing_or_of_another_shape_is_named(
+    tmp_path: Path, request: pytest.FixtureRequest, asked: dict[str, Tensor], fixture: str, prefix: str
+):
+    request.getfixturevalue(fixture)
     save_moments(new_folder(tmp_path, 1), snapshot_of(1).moments, None)
-    with pytest.raises(StoreError, match=f"{tmp_path / '1' / 'optimizer'}: rank 0: .*{next(iter(asked))}"):
+    with pytest.raises(StoreError, match=f"{tmp_path / '1' / 'optimizer'}: {prefix}.*{next(iter(asked))}"):
         load_moments(tmp_path / "1", asked)
 
 
@@ -113,7 +157,9 @@ def test_what_the_disk_refuses_is_a_store_error_with_path_and_cause(tmp_path: Pa
     with limited_file_size(8000):
         with pytest.raises(StoreError, match="model.safetensors: cannot be written: .*File too large"):
             save_weights_and_rng(tmp_path, large, rank=0)
-        with pytest.raises(StoreError, match="optimizer: rank 0: .*File too large"):
+        with pytest.raises(StoreError, match="optimizer/.*: cannot be written: .*File too large"):
+            save_moments(new_folder(tmp_path, 1), large.moments, None)
+        with ensure_process_group(torch.device("cpu")), pytest.raises(StoreError, match="rank 0: .*File too large"):
             save_moments(new_folder(tmp_path, 1), large.moments, None)
     save_weights_and_rng(tmp_path, large, rank=0)
 

@@ -17,7 +17,8 @@ from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import TrainingError
 from draftworks.features.contracts import TrainBatch
-from draftworks.training.backend import FSDPTrainingBackend
+from draftworks.training.backend import SingleTrainingBackend, TrainingBackend, ensure_process_group
+from draftworks.training.fsdp_backend import FSDPTrainingBackend
 from draftworks.training.history import History
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule, TrainerCore
 from draftworks.training.trainer import Trainer, make_plan
@@ -143,7 +144,7 @@ def test_epochs_have_their_own_order_and_steps_done_are_skipped(steps_done: int)
     assert strategy.seen == [f"s{index}" for index in order[steps_done * GLOBAL :]]
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("group_of_one")
 def test_bf16_compute_keeps_fp32_masters() -> None:
     trainer = trained(micro=4, spec=SPEC.model_copy(update={"compute_dtype": "bfloat16"}))
     weights = trainer.weights()
@@ -151,8 +152,32 @@ def test_bf16_compute_keeps_fp32_masters() -> None:
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
 
 
-def core_of(strategy: ToyStrategy) -> TrainerCore:
-    backend = FSDPTrainingBackend(CPU)
+def test_a_process_alone_trains_as_fsdp_does(one_rank: None) -> None:
+    """In fp32: micro-batches, clipping, decay and evaluations."""
+    alone = trained(micro=2)
+    with ensure_process_group(CPU):
+        sharded = trained(micro=2)
+        weights = sharded.weights()
+    assert isinstance(sharded.backend, FSDPTrainingBackend)
+    assert isinstance(alone.backend, SingleTrainingBackend)
+    assert [point.loss for point in alone.controller.history.train] == pytest.approx(
+        [point.loss for point in sharded.controller.history.train], rel=1e-6
+    )
+    for name, tensor in weights.items():
+        torch.testing.assert_close(alone.weights()[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_bf16_without_a_process_group_is_no_silent_fp32(one_rank: None) -> None:
+    with pytest.raises(RuntimeError, match="bfloat16 needs a process group"):
+        trained(micro=4, spec=SPEC.model_copy(update={"compute_dtype": "bfloat16"}))
+
+
+@pytest.fixture(params=[SingleTrainingBackend, FSDPTrainingBackend])
+def backend(request: pytest.FixtureRequest, group_of_one: None) -> TrainingBackend:
+    return request.param(CPU)
+
+
+def core_of(strategy: ToyStrategy, backend: TrainingBackend) -> TrainerCore:
     backend.prepare_model(strategy)
     optimizer = BF16Optimizer(backend.parameters(), LrSchedule(0.1, 10), weight_decay=0.1)
     return TrainerCore(strategy, backend, optimizer)
@@ -163,10 +188,9 @@ def batch_of(strategy: ToyStrategy, supervised: bool = True, seed: int = 1) -> T
     return strategy.collate(list(samples.values()), list(samples))
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_window_without_supervision_leaves_the_weights_alone() -> None:
+def test_window_without_supervision_leaves_the_weights_alone(backend: TrainingBackend) -> None:
     strategy = ToyStrategy()
-    core = core_of(strategy)
+    core = core_of(strategy, backend)
     core.train_step(batch_of(strategy), StepContext(training=True))
     before = core.backend.full_state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
@@ -177,10 +201,9 @@ def test_window_without_supervision_leaves_the_weights_alone() -> None:
         assert torch.equal(tensor, before[name])
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_nan_loss_stops_training_and_names_the_samples() -> None:
+def test_nan_loss_stops_training_and_names_the_samples(backend: TrainingBackend) -> None:
     strategy = ToyStrategy(break_at=2)
-    core = core_of(strategy)
+    core = core_of(strategy, backend)
     for step in range(2):
         core.train_step(batch_of(strategy), StepContext(step, training=True))
     before = {name: tensor.clone() for name, tensor in core.backend.full_state_dict().items()}
