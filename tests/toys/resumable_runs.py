@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from training_toys import ToyStrategy, eval_loader, ragged_samples, train_loader
 
 from draftworks.config.registry_files import TrainingSpec
@@ -120,7 +121,10 @@ def assert_same_training(found: Trainer, expected: Trainer) -> None:
     assert found.controller.global_step == expected.controller.global_step
     assert_bit_equal(found.weights(), expected.weights())
     optimizers = found.core.optimizer, expected.core.optimizer
-    mine, theirs = ({n: m.to_local() for n, m in optimizer.moments().items()} for optimizer in optimizers)
+    mine, theirs = (
+        {n: m.to_local() if isinstance(m, DTensor) else m for n, m in optimizer.moments().items()}
+        for optimizer in optimizers
+    )
     assert_bit_equal(mine, theirs)
     assert optimizers[0].counters() == optimizers[1].counters()
     assert without_clocks(found.controller.history) == without_clocks(expected.controller.history)

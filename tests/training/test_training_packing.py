@@ -23,7 +23,7 @@ from draftworks.features.contracts import TrainBatch
 from draftworks.features.packed_schedule import PackedTrainSchedule
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
-from draftworks.training.backend import ensure_process_group
+from draftworks.training.backend import SingleTrainingBackend, ensure_process_group
 from draftworks.training.history import History
 from draftworks.training.trainer import Trainer
 
@@ -132,7 +132,7 @@ class PerBatch(ToyStrategy):
 @pytest.mark.usefixtures("one_rank")
 def test_an_idle_batch_adds_nothing_to_a_step() -> None:
     strategy = PerBatch()
-    core = core_of(strategy)
+    core = core_of(strategy, SingleTrainingBackend(torch.device("cpu")))
     idle = replace(batch_of(strategy, supervised=False), sample_ids=())
     assert core.train_step(replace(idle, ends_step=False), StepContext(training=True)) is None
     totals = core.train_step(batch_of(strategy), StepContext(training=True)).totals
