@@ -17,6 +17,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.targets.model_files import ModelFiles
+from draftworks.targets.plain_config import read_plain_config
 from draftworks.targets.safetensors_headers import TensorHeader, read_model_headers
 
 _OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "dim_model_base")
@@ -82,7 +83,7 @@ class TargetParts:
         """
         files = ModelFiles(target)
         files.require_folder()
-        whole = _read_config(files)
+        whole = _read_config(files, may_be_plain=tensors)
         config = whole.get_text_config()
         weights = _Weights(target) if tensors else _HeaderWeights(target)
         shape = (config.vocab_size, config.hidden_size)
@@ -185,13 +186,20 @@ def _ties(config: Any) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
-def _read_config(files: ModelFiles) -> Any:
-    """Return the model's config; raise ConfigError if its head needs more than one matrix product."""
-    from transformers import AutoConfig
+def _read_config(files: ModelFiles, may_be_plain: bool) -> Any:
+    """Return the model's config; raise ConfigError if its head needs more than one matrix product.
 
+    Args:
+        may_be_plain: without transformers where possible, for programs; checks ask it about every key of the file.
+    """
     path = files.find_file("config.json")
     if path is None:
         raise ConfigError(f"{files.where}: config.json is missing: not a Hugging Face model directory")
+    plain = read_plain_config(path) if may_be_plain else None
+    if plain is not None:
+        return plain
+    from transformers import AutoConfig
+
     try:
         whole = AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
