@@ -98,7 +98,8 @@ class TokenizedSet(Sequence[TokenRow]):
         summary = read_summary(folder, "a tokenized set")
         path = folder / TOKENS_FILE
         FileManifest.of_digests({TOKENS_FILE: summary["file_digest"]}).require_intact(folder, "Make the set again")
-        table = pq.read_table(path, memory_map=True)
+        with pq.ParquetFile(path, memory_map=True) as file:  # `read_table` imports pandas for its datasets
+            table = file.read()
         if not table.schema.equals(_SCHEMA):
             raise StoreError(f"{path}: expected columns {_SCHEMA.names} of this version, found {table.schema.names}")
         return cls._from_table(summary, table.combine_chunks(), path)
@@ -107,15 +108,15 @@ class TokenizedSet(Sequence[TokenRow]):
     def _from_table(cls, summary: dict[str, Any], table: pa.Table, path: Path) -> TokenizedSet:
         columns = {name: table.column(name).combine_chunks() for name in table.column_names}
         ids, mask = columns["input_ids"], columns["loss_mask"]
-        starts = ids.offsets.to_numpy()
-        if not np.array_equal(starts, mask.offsets.to_numpy()):
+        starts = np.from_dlpack(ids.offsets)  # `to_numpy` imports pandas
+        if not np.array_equal(starts, np.from_dlpack(mask.offsets)):
             raise StoreError(f"{path}: loss masks and token ids have different lengths: make the set again")
         return cls(
             summary=summary,
             sample_ids=tuple(columns["sample_id"].to_pylist()),
             lengths=np.diff(starts),
-            _input_ids=ids.values.to_numpy(),
-            _loss_mask=mask.values.to_numpy().view(np.bool_),
+            _input_ids=np.from_dlpack(ids.values),
+            _loss_mask=np.from_dlpack(mask.values).view(np.bool_),
             _starts=starts,
             _columns=columns["columns"],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,29 @@ _STATIC_ROPE = ("linear", "llama3", "yarn")
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-def uninitialized(kind: type[Layer], *sizes: int, **options: Any) -> Layer:
+def uninitialized_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
     """Return a layer without initialised weights on the default device; `torch.device("meta")` gives sizes alone."""
-    return cast(Layer, nn.utils.skip_init(kind, *sizes, device=torch.get_default_device(), **options))
+    return allocate(nn.Linear(inputs, outputs, bias, device="meta"))
+
+
+def uninitialized_embedding(count: int, width: int) -> nn.Embedding:
+    """Return an embedding as `uninitialized_linear` returns a linear layer."""
+    return nn.Embedding.from_pretrained(torch.empty(count, width), freeze=False)
+
+
+def allocate(layer: Layer) -> Layer:
+    """Give a layer that was made on meta uninitialised parameters on the default device; return it.
+
+    As `nn.Module.to_empty` and `nn.utils.skip_init`, but for their operations on meta tensors torch imports sympy.
+    """
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        setattr(layer, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
+    return layer
 
 
 def seeded_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
     """Return a linear layer without bias, uniform in ±1/sqrt(inputs), drawn from `generator` alone."""
-    layer = uninitialized(nn.Linear, inputs, outputs, bias=False)
+    layer = uninitialized_linear(inputs, outputs, bias=False)
     bound = 1 / math.sqrt(inputs)
     nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
     return layer
@@ -245,7 +260,7 @@ class ReducedVocabularyDraft(nn.Module):
 
     def _init_head(self, draft_ids: Tensor, target: TargetParts) -> None:
         """Create the head, initialised with the target's rows, and the tables. `draft_ids` (V_d,) int64 ascending."""
-        self.lm_head = uninitialized(nn.Linear, target.hidden_size, draft_ids.numel(), bias=False)
+        self.lm_head = uninitialized_linear(target.hidden_size, draft_ids.numel(), bias=False)
         with torch.no_grad():
             self.lm_head.weight.copy_(target.head[draft_ids])
         in_draft = torch.zeros(target.vocab_size, dtype=torch.bool, device=draft_ids.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -33,5 +34,19 @@ def compile_for_many_kinds(function: Callable[..., Any], **options: Any) -> Call
 
 
 def without_compile(function: Function) -> Function:
-    """`torch.compiler.disable` as a decorator that keeps the function's type: graphs break there."""
-    return cast(Function, torch.compiler.disable(function))
+    """Return a function at which graphs break: `torch.compiler.disable`, applied when something may be compiled.
+
+    Applied at once it would import torch._dynamo, with sympy and DTensor: two seconds of each program that compiles
+    nothing.
+    """
+    made: list[Function] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not made:
+            made.append(cast(Function, torch.compiler.disable(function)))
+        return made[0](*args, **kwargs)
+
+    return cast(Function, call)

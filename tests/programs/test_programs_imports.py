@@ -7,26 +7,42 @@ import subprocess
 import sys
 from pathlib import Path
 
-from draft_run_files import RunFiles
+from draft_run_files import TRAINING, RunFiles
+from model_families import DRAFT_OPTIONS
 
 from draftworks.config.run_files import TargetFiles
 
 SEVERAL_RANKS = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 COMPILERS = ["sympy", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", "torch._inductor"]
 ELSEWHERE = ["transformers", "pandas", "dagster", "httpx"]
+STRATEGIES = ["eagle3", "peagle", "domino", "lilicorr"]
+"""With every kind of layer that drafts have: unrolled and masked attention, an embedding, a GRU, a lattice."""
+TRAIN = """
+import json, sys
+from pathlib import Path
+from draftworks.config.run_files import TrainRun
+from draftworks.programs.program import ProgramContext
+from draftworks.programs.train import train
+
+for name in sys.argv[2:]:
+    train(TrainRun.load(Path(name)), ProgramContext())
+    print("imported", name, *(module for module in json.loads(sys.argv[1]) if module in sys.modules))
+"""
 
 
 def test_a_training_of_one_rank_imports_neither_what_several_need_nor_compilers(
     tmp_path: Path, tiny_target: TargetFiles
 ) -> None:
-    """With checkpoints, from its first step to the draft."""
-    path = RunFiles.make(tmp_path, tiny_target).train_run().save(tmp_path / "train.yaml")
-    names = SEVERAL_RANKS + COMPILERS + ELSEWHERE
-    code = (
-        "import json, runpy, sys; sys.argv = ['train', sys.argv[1]]\n"
-        "runpy.run_module('draftworks.programs.train', run_name='__main__')\n"
-        f"print(json.dumps([name for name in {names} if name in sys.modules]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert any((tmp_path / "draft" / "checkpoints").iterdir())
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+    """From its run file to checkpoints, draft and picture; one after the other in one process."""
+    files, training = RunFiles.make(tmp_path, tiny_target), TRAINING.model_copy(update={"max_steps": 2})
+    paths = []
+    for name in STRATEGIES:
+        options = {**DRAFT_OPTIONS[name], "layer_ids": [2, 4, 5]}
+        run = files.train_run(strategy=name, options=options, training=training, out=tmp_path / name)
+        paths.append(str(run.save(tmp_path / f"{name}.yaml")))
+    names = json.dumps(SEVERAL_RANKS + COMPILERS + ELSEWHERE)
+    done = subprocess.run([sys.executable, "-c", TRAIN, names, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("imported ")]
+    assert found == [f"imported {path}" for path in paths]
+    assert all(any((tmp_path / name / "checkpoints").iterdir()) for name in STRATEGIES)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.attention import DraftAttention, KeyValue, Window
-from draftworks.drafts.layers import Rotation, uninitialized
+from draftworks.drafts.layers import Rotation, uninitialized_linear
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.dflash.model import DFlashLayer, DFlashSizes
 
@@ -39,7 +39,7 @@ class BlockConvolution(nn.Module):
         base = torch.zeros(SIDES, taps, hidden)
         base[:, 0] = 1
         self.base_kernel = nn.Parameter(base)
-        self.kernel_projection = uninitialized(nn.Linear, hidden, SIDES * taps * self._groups, bias=False)
+        self.kernel_projection = uninitialized_linear(hidden, SIDES * taps * self._groups, bias=False)
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, normed: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:

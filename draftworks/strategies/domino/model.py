@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.layers import seeded_linear, uninitialized
+from draftworks.drafts.layers import allocate, seeded_linear, uninitialized_linear
 from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
 from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
 from draftworks.strategies.domino.loss import DominoLosses, DominoObjective, DominoStates, domino_cross_entropy
@@ -46,7 +46,7 @@ class DominoCorrection(nn.Module):
         super().__init__()
         self.prefix_gru = _seeded_gru(hidden, sizes.gru_hidden_dim, generator)
         narrow = seeded_linear(hidden + sizes.gru_hidden_dim, sizes.emb_dim, generator)
-        out = uninitialized(nn.Linear, sizes.emb_dim, vocab, bias=False)
+        out = uninitialized_linear(sizes.emb_dim, vocab, bias=False)
         nn.init.zeros_(out.weight)
         self.embed_proj = nn.Sequential(narrow, nn.SiLU(), out)
 
@@ -150,7 +150,7 @@ class _Gru(nn.GRU):
 
 def _seeded_gru(inputs: int, hidden: int, generator: torch.Generator) -> nn.GRU:
     """Return a GRU without biases, uniform in ±1/sqrt(hidden), drawn from `generator` alone."""
-    gru = _Gru(inputs, hidden, batch_first=True, bias=False, device="meta").to_empty(device=torch.get_default_device())
+    gru = allocate(_Gru(inputs, hidden, batch_first=True, bias=False, device="meta"))
     bound = 1 / math.sqrt(hidden)
     for weight in gru.parameters():
         nn.init.uniform_(weight, -bound, bound, generator=generator)

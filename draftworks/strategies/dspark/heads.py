@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.layers import seeded_linear, uninitialized
+from draftworks.drafts.layers import seeded_linear, uninitialized_embedding, uninitialized_linear
 
 
 class MarkovStep(NamedTuple):
@@ -41,9 +41,9 @@ class MarkovHead(nn.Module):
 
     def __init__(self, hidden: int, vocab: int, rank: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.markov_w1 = uninitialized(nn.Embedding, vocab, rank)
+        self.markov_w1 = uninitialized_embedding(vocab, rank)
         nn.init.normal_(self.markov_w1.weight, generator=generator)
-        self.markov_w2 = uninitialized(nn.Linear, rank, vocab, bias=False)
+        self.markov_w2 = uninitialized_linear(rank, vocab, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
 
     @property
@@ -125,7 +125,7 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
-        self.proj = uninitialized(nn.Linear, inputs, 1)
+        self.proj = uninitialized_linear(inputs, 1)
         nn.init.zeros_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)
 

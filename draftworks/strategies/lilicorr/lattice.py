@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.layers import RmsNorm, uninitialized
+from draftworks.drafts.layers import RmsNorm, uninitialized_linear
 from draftworks.drafts.logit_losses import find_largest, log_probs_at
 
 CANDIDATE_FEATURES = 5
@@ -202,7 +202,7 @@ def _describe(log_probs: Tensor) -> Tensor:
 
 
 def _seeded_affine(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    layer = uninitialized(nn.Linear, inputs, outputs)
+    layer = uninitialized_linear(inputs, outputs)
     nn.init.normal_(layer.weight, std=INITIAL_STD, generator=generator)
     nn.init.zeros_(layer.bias)
     return layer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.documents import ActivePositions, Documents
-from draftworks.drafts.layers import argmax_of_head, uninitialized
+from draftworks.drafts.layers import argmax_of_head, uninitialized_linear
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.dflash.model import CastHead
 from draftworks.strategies.mtp.loss import StepLosses, next_token_losses
@@ -51,7 +51,7 @@ class MtpDraft(nn.Module):
         super().__init__()
         modules = build_modules(head.config)
         self.hidden_norm, self.token_norm, self.norm = modules.norms
-        self.fc = uninitialized(nn.Linear, 2 * target.hidden_size, target.hidden_size, bias=False)
+        self.fc = uninitialized_linear(2 * target.hidden_size, target.hidden_size, bias=False)
         self.layer = modules.layer
         self._config = modules.config
         self._rotary = (modules.rotary,)  # in a tuple: no module of the draft, so its frequencies stay in float32

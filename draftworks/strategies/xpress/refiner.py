@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.layers import seeded_linear, uninitialized
+from draftworks.drafts.layers import seeded_linear, uninitialized_embedding, uninitialized_linear
 
 
 class RefinerSizes(NamedTuple):
@@ -38,7 +38,7 @@ class Refiner(nn.Module):
     def __init__(self, hidden: int, vocab: int, sizes: RefinerSizes, generator: torch.Generator) -> None:
         super().__init__()
         rank, wide = sizes.rank, sizes.rank * sizes.mlp_ratio
-        self.token_embed = uninitialized(nn.Embedding, vocab, rank)
+        self.token_embed = uninitialized_embedding(vocab, rank)
         nn.init.normal_(self.token_embed.weight, generator=generator)
         self.down_h = seeded_linear(hidden, rank, generator)
         self.down_g = seeded_linear(hidden, rank, generator)
@@ -47,7 +47,7 @@ class Refiner(nn.Module):
         self.mlp_gate = seeded_linear(rank, wide, generator)
         self.mlp_up = seeded_linear(rank, wide, generator)
         self.mlp_down = seeded_linear(wide, rank, generator)
-        self.readout = uninitialized(nn.Linear, rank, vocab, bias=False)
+        self.readout = uninitialized_linear(rank, vocab, bias=False)
         nn.init.zeros_(self.readout.weight)
 
     @property
