@@ -32,9 +32,11 @@ def uninitialized_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Lin
     return allocate(nn.Linear(inputs, outputs, bias, device="meta"))
 
 
-def uninitialized_embedding(count: int, width: int) -> nn.Embedding:
-    """Return an embedding as `uninitialized_linear` returns a linear layer."""
-    return nn.Embedding.from_pretrained(torch.empty(count, width), freeze=False)
+class UninitializedEmbedding(nn.Embedding):
+    """An embedding without initialised weights on the default device; torch would import its compiler to draw on meta."""
+
+    def reset_parameters(self) -> None:
+        """Draw nothing."""
 
 
 def allocate(layer: Layer) -> Layer:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.layers import seeded_linear, uninitialized_embedding, uninitialized_linear
+from draftworks.drafts.layers import UninitializedEmbedding, seeded_linear, uninitialized_linear
 
 
 class MarkovStep(NamedTuple):
@@ -41,7 +41,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, hidden: int, vocab: int, rank: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.markov_w1 = uninitialized_embedding(vocab, rank)
+        self.markov_w1 = UninitializedEmbedding(vocab, rank)
         nn.init.normal_(self.markov_w1.weight, generator=generator)
         self.markov_w2 = uninitialized_linear(rank, vocab, bias=False)
         nn.init.zeros_(self.markov_w2.weight)

@@ -25,10 +25,10 @@ from draftworks.drafts.layers import (
     ReducedVocabularyDraft,
     RmsNorm,
     Rotary,
+    UninitializedEmbedding,
     argmax_of_head,
     fuse_taps,
     seeded_linear,
-    uninitialized_embedding,
 )
 from draftworks.drafts.objectives import CrossEntropy, Temperatures
 from draftworks.drafts.supervision import make_teacher_plan
@@ -225,7 +225,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         super().__init__()
         width, eps = target.hidden_size, target.rms_norm_eps
         if traits.train_embeddings:
-            self.embed_tokens = uninitialized_embedding(*target.embedding.shape)
+            self.embed_tokens = UninitializedEmbedding(target.vocab_size, target.hidden_size)
             with torch.no_grad():
                 self.embed_tokens.weight.copy_(target.embedding)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, sizes.taps * width, generator=generator))

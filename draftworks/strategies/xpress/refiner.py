@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.layers import seeded_linear, uninitialized_embedding, uninitialized_linear
+from draftworks.drafts.layers import UninitializedEmbedding, seeded_linear, uninitialized_linear
 
 
 class RefinerSizes(NamedTuple):
@@ -38,7 +38,7 @@ class Refiner(nn.Module):
     def __init__(self, hidden: int, vocab: int, sizes: RefinerSizes, generator: torch.Generator) -> None:
         super().__init__()
         rank, wide = sizes.rank, sizes.rank * sizes.mlp_ratio
-        self.token_embed = uninitialized_embedding(vocab, rank)
+        self.token_embed = UninitializedEmbedding(vocab, rank)
         nn.init.normal_(self.token_embed.weight, generator=generator)
         self.down_h = seeded_linear(hidden, rank, generator)
         self.down_g = seeded_linear(hidden, rank, generator)
