@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.slice_columns import read_asked_thinking
@@ -298,7 +299,11 @@ def _load_tokenizer(target: TargetFiles) -> Any:
         raise DataError(f"target {target.name}: the tokenizer's folder {target.tokenizer} does not exist")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            target.tokenizer, revision=revision, use_fast=True, trust_remote_code=False
+            target.tokenizer,
+            config=_read_model_type(Path(target.tokenizer)),
+            revision=revision,
+            use_fast=True,
+            trust_remote_code=False,
         )
     except Exception as error:  # whatever a broken or foreign tokenizer file raises, the remedy is the same
         raise DataError(
@@ -311,6 +316,24 @@ def _load_tokenizer(target: TargetFiles) -> Any:
             " loss masks need the character offsets of a fast one: convert it to tokenizer.json"
         )
     return tokenizer
+
+
+def _read_model_type(folder: Path) -> Any:
+    """Return a configuration for `AutoTokenizer` that has the model's type alone; None if it has to read the model's.
+
+    Where tokenizer_config.json names a class, it asks the configuration for no more. The model's own class would come
+    with torch's compiler, sympy and DTensor: more than a second.
+    """
+    plain = read_plain_config(folder / "config.json")
+    try:
+        named = read_json(folder / "tokenizer_config.json")
+    except (OSError, ValueError):
+        return None
+    if plain is None or not isinstance(named, dict) or "auto_map" in named or not named.get("tokenizer_class"):
+        return None
+    from transformers import PreTrainedConfig
+
+    return PreTrainedConfig.from_dict({"model_type": plain.model_type, "_name_or_path": str(folder)})
 
 
 def _load_template(target: TargetFiles, tokenizer: Any) -> str:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from draftworks.config.layer_options import LayerOptions
 from draftworks.config.layer_shape import choose_layer_shape, find_embedding_scale
+from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.targets.model_files import ModelFiles
-from draftworks.targets.plain_config import read_plain_config
 from draftworks.targets.safetensors_headers import TensorHeader, read_model_headers
 
 _OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "dim_model_base")

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
+from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn
@@ -276,6 +278,36 @@ def test_missing_or_broken_tokenizer_files_are_an_error(make_target, tmp_path):
     (Path(broken.tokenizer) / "tokenizer.json").write_text('{"version": "1.0", "model"')
     with pytest.raises(DataError, match="no tokenizer can be loaded"):
         ChatTokenizer.load(broken)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        None,
+        "TokenizersBackend",
+        "PreTrainedTokenizerFast",
+        "LlamaTokenizerFast",
+        "LlamaTokenizer",
+        "Qwen2Tokenizer",
+        "GPT2Tokenizer",
+    ],
+)
+def test_a_tokenizer_is_that_which_transformers_finds_by_the_whole_config(make_target, tiny_folder, model_type, named):
+    """Also where the class that tokenizer_config.json names, or the model's type, is one that transformers replaces."""
+    target = make_target("a")
+    folder = Path(target.tokenizer)
+    config = json.loads((tiny_folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    assert read_plain_config(folder / "config.json") is not None
+    settings_of = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": named}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({key: value for key, value in settings_of.items() if value is not None})
+    )
+    found = ChatTokenizer.load(target)._tokenizer
+    expected = AutoTokenizer.from_pretrained(folder)
+    assert (type(found), repr(found), found.init_kwargs) == (type(expected), repr(expected), expected.init_kwargs)
+    assert found("Hello  there.\n naïve 🙂<|im_end|>") == expected("Hello  there.\n naïve 🙂<|im_end|>")
 
 
 def test_a_tokenizer_of_another_model_is_an_error(make_target):

@@ -27,13 +27,17 @@ from draftworks.programs.train import train
 for name in sys.argv[2:]:
     train(TrainRun.load(Path(name)), ProgramContext())
     print("imported", name, *(module for module in json.loads(sys.argv[1]) if module in sys.modules))
+from draftworks.data.chat import ChatTokenizer
+
+ChatTokenizer.load(TrainRun.load(Path(name)).target)
+print("imported tokenizer", *(module for module in json.loads(sys.argv[1]) if module in sys.modules))
 """
 
 
 def test_a_training_of_one_rank_imports_neither_what_several_need_nor_compilers(
     tmp_path: Path, tiny_target: TargetFiles
 ) -> None:
-    """From its run file to checkpoints, draft and picture; one after the other in one process."""
+    """From its run file to checkpoints, draft and picture; and at last a tokenizer, which takes no class of a model."""
     files, training = RunFiles.make(tmp_path, tiny_target), TRAINING.model_copy(update={"max_steps": 2})
     paths = []
     for name in STRATEGIES:
@@ -44,5 +48,5 @@ def test_a_training_of_one_rank_imports_neither_what_several_need_nor_compilers(
     done = subprocess.run([sys.executable, "-c", TRAIN, names, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stdout.splitlines() if line.startswith("imported ")]
-    assert found == [f"imported {path}" for path in paths]
+    assert found == [*(f"imported {path}" for path in paths), "imported tokenizer transformers"]
     assert all(any((tmp_path / name / "checkpoints").iterdir()) for name in STRATEGIES)
