@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from draftworks.capture.answers.answerers import Answerer, EngineAnswerer
-from draftworks.capture.answers.endpoint import EndpointAnswerer
 from draftworks.capture.answers.regenerate import find_max_sample_length, help_to_regenerate, regenerate_with
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.config.run_files import WORKER_FIGURES, RegenerateRun
@@ -115,6 +114,8 @@ def _make_engine_answerer(run: RegenerateRun, chat: ChatTokenizer, place: Engine
 
 
 def _make_endpoint_answerer(run: RegenerateRun, chat: ChatTokenizer) -> Answerer:
+    from draftworks.capture.answers.endpoint import EndpointAnswerer  # httpx, which an engine does not need
+
     return EndpointAnswerer(run.responses, run.target, chat, find_max_sample_length(run), os.environ)
 
 
