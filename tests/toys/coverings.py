@@ -15,10 +15,16 @@ def gate_or_long(cases: Iterable[Any], gate: Collection[Any] | Callable[[Any], b
     """Parameters for all cases: those in `gate`, or for which it returns true, as they are; the others for `make test-long`.
 
     A case is one value, a tuple of several, or a `pytest.param`, which is judged by its values.
+
+    Raises:
+        ValueError: no case is left in the gate.
     """
     in_gate = gate if callable(gate) else gate.__contains__
     parameters = [_as_parameter(case) for case in cases]
-    return [each if in_gate(_list_values(each)) else _for_long(each) for each in parameters]
+    kept = [bool(in_gate(_list_values(each))) for each in parameters]
+    if not any(kept):
+        raise ValueError("no case is left in the gate: a product is represented by some of its cases")
+    return [each if keep else _for_long(each) for each, keep in zip(parameters, kept, strict=True)]
 
 
 def cover(cells: Iterable[Any], questions: Callable[[Any], Iterable[Hashable]]) -> list[Any]:
