@@ -2,7 +2,7 @@
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need real libraries or servers of others
-# make test-long   what takes minutes and is not in CI: repeated random kills, a million references
+# make test-long   all that `make test` and CI leave out: repeated random kills, other random examples, real starts; resumable
 # make test-defects       plants defects that users would suffer in a copy, and says which tests notice; resumable, not in CI
 # make test-loaded   what waits for processes and time-outs, five times in a row beside eight busy processes; not in CI
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
@@ -28,6 +28,7 @@ TEST_WORKERS ?= 2
 PORT ?= 3000
 BENCH ?=
 DEFECTS ?=
+LONG ?=
 VENV := .venv
 BIN := $(VENV)/bin
 SPECULATORS := .venv-speculators
@@ -44,7 +45,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo demo-streamed ui test test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference environments lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -64,8 +65,9 @@ test: $(VENV)/ready .dagster/ready
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster and not ray and not trackers'; \
 	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
 
-test-long: $(VENV)/ready
-	$(BIN)/python -m pytest --timeout 3600 --hypothesis-profile long -m '(long or hypothesis) and not mooncake and not sglang and not cluster and not ray'
+# Room by room: what passed in this checkout is not run again. Another start: make test-long LONG="--only data cluster".
+test-long: $(VENV)/ready $(SGLANG)/ready $(MOONCAKE)/ready $(CLUSTER)/ready $(RAY)/ready
+	$(BIN)/python -m tools.long_tests --libraries "$(MOONCAKE_LIBRARIES)" $(LONG)
 
 # What was noticed before is not asked again while the defect is the same: remove the file of verdicts after tests were cut.
 test-defects: $(VENV)/ready
@@ -134,6 +136,12 @@ docs: $(VENV)/docs-ready
 
 reference: $(VENV)/ready
 	$(BIN)/python -W ignore -m tools.docs_reference
+
+# All that tests run in: those that install into .venv in turn, the others beside each other.
+environments:
+	$(MAKE) $(VENV)/docs-ready
+	$(MAKE) $(CLUSTER)/ready .dagster/ready
+	$(MAKE) -j3 $(SGLANG)/ready $(SPECULATORS)/ready $(SPECFORGE)/ready $(MOONCAKE)/ready $(TRACKERS)/ready
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
