@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import warm_starts
 
 OUTPUT = "seconds_by_room"
 ELSEWHERE = "imports, collection, servers"
@@ -43,8 +44,8 @@ class SecondsByRoom:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
         if self._has_workers:
-            own = os.times()
-            self._seconds[ELSEWHERE] += own.user + own.system
+            own, server = os.times(), warm_starts.find_server()
+            self._seconds[ELSEWHERE] += own.user + own.system + (_of(psutil.Process(server)) if server else 0)
             return
         self._seconds[ELSEWHERE] += used_seconds() + _of_living_children() - self._seconds.total()
         if self._worker is not None:
@@ -61,11 +62,12 @@ class SecondsByRoom:
 
 
 def _of_living_children() -> float:
-    total = 0.0
-    for child in psutil.Process().children(recursive=True):
-        try:
-            times = child.cpu_times()
-        except psutil.Error:
-            continue
-        total += times.user + times.system + times.children_user + times.children_system
-    return total
+    return sum(map(_of, psutil.Process().children(recursive=True)))
+
+
+def _of(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return times.user + times.system + times.children_user + times.children_system

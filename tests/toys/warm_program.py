@@ -189,7 +189,7 @@ def _prepare(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> N
     show_in_proc(argv, env)
     _open_streams("-u" in command.options or bool(env.get("PYTHONUNBUFFERED")))
     sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))
+    sys.dont_write_bytecode = "-B" in command.options or bool(env.get("PYTHONDONTWRITEBYTECODE"))
     sys.orig_argv = list(argv)
     sys.argv = [command.target if command.kind == "script" else command.kind, *command.args]
     first = (

@@ -57,7 +57,9 @@ _ARGUMENTS = (
 )
 """Of fork_exec in CPython 3.11 and later; in some one more follows."""
 _MODULES = re.compile(r"torch\.distributed\.run|draftworks(\..+)?|dagster|frame_program")
-_CODE = re.compile(r"from multiprocessing\.(forkserver|spawn) import ")
+_WORKER = r"import sys;exec\(eval\(sys\.stdin\.readline\(\)\)\)$"
+"""What pytest-xdist's workers run."""
+_CODE = re.compile(rf"from multiprocessing\.(forkserver|spawn) import |{_WORKER}")
 _SCRIPTS = {Path(sys.executable).parent / name for name in ("draftworks", "dagster", "torchrun")}
 _TESTS = ROOT / "tests"
 _SHIM = ROOT / "draftworks" / "distributed" / "parent_death.py"
@@ -71,6 +73,7 @@ _READ_BY_IMPORTS = re.compile(
 _FORKSERVER = "from multiprocessing.forkserver import "
 _STARTERS = re.compile(
     r"torch\.distributed\.run|/bin/torchrun|/bin/draftworks|/bin/dagster|-m (draftworks|dagster)\b(?!\.programs)"
+    rf"|-c {_WORKER}"
 )
 _serving: list[bool] = []
 """Not empty while a server is forked."""
@@ -83,8 +86,11 @@ _served: dict[int, _Server] = {}
 class _Server:
     """The end that asks, and the environment of the imports."""
 
-    def __init__(self, requests: socket.socket, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, requests: socket.socket, env: Mapping[str, str], process: subprocess.Popen[bytes] | None = None
+    ) -> None:
         self._requests = requests
+        self.process = process
         self._lock = threading.Lock()
         self.env = env
 
@@ -108,10 +114,16 @@ def _begin_server(env: Mapping[str, str]) -> None:
     command = [sys.executable, str(Path(__file__).with_name("warm_server.py")), str(theirs.fileno())]
     # Arrow would have a thread of its own, which a fork loses.
     env = {**env, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-    subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     assert requests.recv(5) == b"ready", "the server of warm starts did not start"
-    _served[os.getpid()] = _Server(requests, env)
+    _served[os.getpid()] = _Server(requests, env, process)
+
+
+def find_server() -> int | None:
+    """The id of the process that has executed its imports for this one."""
+    server = _served.get(os.getpid())
+    return server.process.pid if server is not None and server.process is not None else None
 
 
 def _install(requests: socket.socket, env: Mapping[str, str]) -> None:
