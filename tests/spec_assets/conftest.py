@@ -10,6 +10,7 @@ from pathlib import Path
 import dagster as dg
 import pyarrow.parquet as pq
 import pytest
+from built_once import find_or_make
 from recorded_reads import recorded_reads
 
 from spec_assets.code_location import build_definitions
@@ -113,10 +114,22 @@ class FinishedSite:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> FinishedSite:
-    """`everything` has run once, training on two ranks. Tests must not change it: they copy it."""
+    """`everything` has just run once, training on two ranks: for tests of what a run shows. Nobody may change it."""
     site = new_site(tmp_path_factory.mktemp("site"), tiny_folder, processes=2)
     instance = dg.DagsterInstance.ephemeral()
     with recorded_reads() as reads:
         result = site.run(instance=instance)
     assert result.success, [e.message for e in result.all_events if e.is_failure]
     return FinishedSite(site, result, instance, reads)
+
+
+@pytest.fixture(scope="session")
+def finished_site(tiny_folder: Path) -> Site:
+    """The results of such a run, perhaps of an earlier session: for tests that go on from them, each in a copy."""
+
+    def make(folder: Path) -> None:
+        with dg.DagsterInstance.ephemeral() as instance:
+            result = new_site(folder, tiny_folder, processes=2).run(instance=instance)
+        assert result.success, [e.message for e in result.all_events if e.is_failure]
+
+    return Site(find_or_make("finished", make), tiny_folder)

@@ -24,8 +24,8 @@ LONG = {"processes": 1, "epochs": 6, "save_every": 6, "log_every": 6}
 
 
 @pytest.fixture
-def cluster(finished: Any, tmp_path: Path) -> Iterator[ToyCluster]:
-    cluster = ToyCluster.create(finished.site.copy(tmp_path))
+def cluster(finished_site: Any, tmp_path: Path) -> Iterator[ToyCluster]:
+    cluster = ToyCluster.create(finished_site.copy(tmp_path))
     yield cluster
     cluster.clean_up()
 
@@ -50,7 +50,7 @@ def list_entry_files(site: Any) -> list[str]:
     return sorted(path.name for path in site.var.glob("eval_cache/*/*") if path.parent.suffix != ".lock")
 
 
-def test_a_capture_of_eval_features_is_taken_over_from_a_killed_run(cluster: ToyCluster, finished: Any):
+def test_a_capture_of_eval_features_is_taken_over_from_a_killed_run(cluster: ToyCluster, finished_site: Any):
     for name in ("eval_cache", "feature_store", FEATURES):
         shutil.rmtree(cluster.site.var / name)
     run = cluster.start(FEATURES)
@@ -63,9 +63,9 @@ def test_a_capture_of_eval_features_is_taken_over_from_a_killed_run(cluster: Toy
     assert following.wait() == 0, cluster.log.read_text()
     assert [each.state for each in cluster.scheduler.look_at_all()] == [JobState.SUCCEEDED]
     expect_shown_once(cluster, read_messages(earlier.files.messages))
-    here, there = find_artifact(cluster.site, FEATURES), find_artifact(finished.site, FEATURES)
+    here, there = find_artifact(cluster.site, FEATURES), find_artifact(finished_site, FEATURES)
     assert (here.path.name, here.data_version, here.files) == (there.path.name, there.data_version, there.files)
-    assert list_entry_files(cluster.site) == list_entry_files(finished.site)
+    assert list_entry_files(cluster.site) == list_entry_files(finished_site)
     assert cluster.list_left() == []
 
 

@@ -126,8 +126,8 @@ def test_samples_longer_than_the_context_of_the_target(site):
     assert "max_length 4096 is longer than the model's context of 512" in failure(site.run("resolve"), "target_model")
 
 
-def test_a_budget_that_is_exceeded_stops_before_anything_is_stored(finished, tmp_path):
-    copy = finished.site.copy(tmp_path)
+def test_a_budget_that_is_exceeded_stops_before_anything_is_stored(finished_site, tmp_path):
+    copy = finished_site.copy(tmp_path)
     shutil.rmtree(copy.var / "feature_store")
     edited(copy, "budget_gb: 1", "budget_gb: 0.0001")
     features = dg.AssetKey("training_features")
@@ -149,22 +149,22 @@ def flipped(content: bytearray) -> bytes:
 
 
 @pytest.mark.parametrize("change", [lambda content: bytes(content[:-100]), flipped], ids=["truncated", "altered"])
-def test_a_damaged_shard_stops_training_and_is_named(finished, tmp_path, change):
-    copy = finished.site.copy(tmp_path)
+def test_a_damaged_shard_stops_training_and_is_named(finished_site, tmp_path, change):
+    copy = finished_site.copy(tmp_path)
     damaged(copy, change)
     config = {"ops": {"eagle3_draft": {"config": {"start_over": True}}}}
     message = failure(copy.run("train_eagle3", run_config=config), "eagle3_draft")
     assert ".safetensors" in message
 
 
-def test_a_lost_result_of_an_earlier_step_says_what_to_materialize(finished, tmp_path):
-    copy = finished.site.copy(tmp_path)
+def test_a_lost_result_of_an_earlier_step_says_what_to_materialize(finished_site, tmp_path):
+    copy = finished_site.copy(tmp_path)
     shutil.rmtree(copy.var / "training_features")
     assert "materialize it first" in failure(copy.run("train_eagle3"), "eagle3_draft")
 
 
-def test_features_of_weights_that_were_replaced_train_no_draft(finished, tiny_folder, tmp_path):
-    copy, model = finished.site.copy(tmp_path), shutil.copytree(tiny_folder, tmp_path / "model")
+def test_features_of_weights_that_were_replaced_train_no_draft(finished_site, tiny_folder, tmp_path):
+    copy, model = finished_site.copy(tmp_path), shutil.copytree(tiny_folder, tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] *= 2
     save_file(weights, model / "model.safetensors", {"format": "pt"})

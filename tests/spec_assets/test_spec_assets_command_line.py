@@ -89,7 +89,7 @@ def test_draftworks_summary_of_a_target_without_results_says_so(site):
     assert "nothing made yet" in shown.stdout
 
 
-def test_draftworks_summary_shows_results_and_acceptance(finished):
+def test_draftworks_summary_shows_results_and_acceptance(finished_site):
     command = [
         sys.executable,
         "-m",
@@ -97,7 +97,7 @@ def test_draftworks_summary_shows_results_and_acceptance(finished):
         "summary",
         "small",
         "--registry",
-        str(finished.site.registry),
+        str(finished_site.registry),
     ]
     shown = subprocess.run(command, capture_output=True, text=True)
     assert shown.returncode == 0

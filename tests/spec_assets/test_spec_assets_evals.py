@@ -34,8 +34,8 @@ def shown(result: dg.ExecuteInProcessResult, asset: str) -> dict:
 
 
 @pytest.mark.slow
-def test_a_named_eval_set_goes_from_its_file_to_the_report(finished, tmp_path):
-    site = with_extra_set(finished.site.copy(tmp_path))
+def test_a_named_eval_set_goes_from_its_file_to_the_report(finished_site, tmp_path):
+    site = with_extra_set(finished_site.copy(tmp_path))
     result = site.run("everything")
     assert result.success
     report = ArtifactStore(site.var).load_current("eagle3_report", "small")
@@ -55,8 +55,8 @@ def test_a_named_eval_set_goes_from_its_file_to_the_report(finished, tmp_path):
     assert shown(again, "extra_eval_features")["eval_cache"].value == "hit"
 
 
-def test_an_eval_set_that_a_target_does_not_list_yields_nothing_for_it(finished, tmp_path):
-    site = with_extra_set(finished.site.copy(tmp_path))
+def test_an_eval_set_that_a_target_does_not_list_yields_nothing_for_it(finished_site, tmp_path):
+    site = with_extra_set(finished_site.copy(tmp_path))
     site.target_file.write_text(site.target_file.read_text().replace("evals: [extra]\n", ""))
     result = site.run("prepare")
     assert result.success
@@ -90,8 +90,8 @@ def features_of(site) -> dg.ExecuteInProcessResult:
     return result
 
 
-def test_cached_eval_features_are_a_hit_with_their_key_and_place(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
+def test_cached_eval_features_are_a_hit_with_their_key_and_place(finished_site, tmp_path):
+    site = finished_site.copy(tmp_path)
     first, again = (shown(features_of(site), "heldout_eval_features") for _ in range(2))
     for name in ("eval_cache_key", "eval_cache_path"):
         assert first[name].value == again[name].value
@@ -100,9 +100,9 @@ def test_cached_eval_features_are_a_hit_with_their_key_and_place(finished, tmp_p
 
 
 @pytest.mark.slow
-def test_inputs_that_change_and_change_back_find_no_entry_of_the_others(finished, tmp_path):
+def test_inputs_that_change_and_change_back_find_no_entry_of_the_others(finished_site, tmp_path):
     """Two contents under one cache key: the first result still exists after the entry was replaced by the second."""
-    site = finished.site.copy(tmp_path)
+    site = finished_site.copy(tmp_path)
     before, text = shown(features_of(site), "heldout_eval_features"), site.target_file.read_text()
     entry = site.var / "eval_cache" / before["eval_cache_key"].value
     original = read_feature_set(entry).data_version
@@ -116,8 +116,8 @@ def test_inputs_that_change_and_change_back_find_no_entry_of_the_others(finished
 
 
 @pytest.mark.slow
-def test_an_entry_that_is_lost_altered_or_without_its_features_is_made_again(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
+def test_an_entry_that_is_lost_altered_or_without_its_features_is_made_again(finished_site, tmp_path):
+    site = finished_site.copy(tmp_path)
     before = shown(features_of(site), "heldout_eval_features")
     entry = site.var / "eval_cache" / before["eval_cache_key"].value
     assert entry.is_dir()

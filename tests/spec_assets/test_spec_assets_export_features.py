@@ -15,9 +15,9 @@ def export(site, *arguments: str | Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_the_stored_features_are_written_and_wrong_requests_refused(finished, tmp_path: Path) -> None:
+def test_the_stored_features_are_written_and_wrong_requests_refused(finished_site, tmp_path: Path) -> None:
     out = tmp_path / "features"
-    code, said = export(finished.site, "small", out, "--samples", "3")
+    code, said = export(finished_site, "small", out, "--samples", "3")
     assert code == 0, said
     assert "--target-layer-ids 2 4 5 --hidden-states-backend file --on-missing raise" in said
     states = load_file(out / "hidden_states" / "hs_2.safetensors")["hidden_states"]
@@ -27,15 +27,15 @@ def test_the_stored_features_are_written_and_wrong_requests_refused(finished, tm
         (("small", tmp_path / "x", "--strategy", "dflash"), "has no strategy 'dflash', it has ['eagle3']"),
         (("large", tmp_path / "x"), "large"),
     ):
-        code, said = export(finished.site, *arguments)
+        code, said = export(finished_site, *arguments)
         assert code == 1
         assert "error: " in said
         assert message in " ".join(said.split())
     assert not (tmp_path / "x").exists()
 
 
-def test_streamed_features_are_refused(finished, tmp_path: Path) -> None:
-    site = finished.site.copy(tmp_path / "site")
+def test_streamed_features_are_refused(finished_site, tmp_path: Path) -> None:
+    site = finished_site.copy(tmp_path / "site")
     for record in (site.var / "training_features").rglob("artifact.json"):
         record.write_text(record.read_text().replace('"samples":', '"planned": true, "samples":'))
     code, said = export(site, "small", tmp_path / "x")

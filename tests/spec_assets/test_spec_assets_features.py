@@ -21,8 +21,8 @@ def captured(result: dg.ExecuteInProcessResult) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_in_another_kind_of_store_features_are_captured_anew_and_all_else_is_a_hit(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
+def test_in_another_kind_of_store_features_are_captured_anew_and_all_else_is_a_hit(finished_site, tmp_path):
+    site = finished_site.copy(tmp_path)
     (tmp_path / "shared").mkdir()
     (site.registry / "deployment.yaml").write_text("features: {kind: shared_dir, root: ../shared}\n")
     result = site.run()
@@ -30,7 +30,7 @@ def test_in_another_kind_of_store_features_are_captured_anew_and_all_else_is_a_h
     built = {name for name, cache in captured(result).items() if cache == "built"}
     assert built == FEATURES
     for name in FEATURES:
-        before, after = (ArtifactStore(var).load_current(name, "small") for var in (finished.site.var, site.var))
+        before, after = (ArtifactStore(var).load_current(name, "small") for var in (finished_site.var, site.var))
         assert after.data_version == before.data_version
         assert after.summary["verification"]["features_as_captured"]
     assert list((tmp_path / "shared").glob("*/samples/*/*.safetensors"))
@@ -51,8 +51,8 @@ def as_kept_by_name(site, target: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["by weights", "by name"])
-def test_a_copy_of_a_target_under_another_name_is_neither_asked_nor_captured_again(finished, tmp_path, layout):
-    site = finished.site.copy(tmp_path)
+def test_a_copy_of_a_target_under_another_name_is_neither_asked_nor_captured_again(finished_site, tmp_path, layout):
+    site = finished_site.copy(tmp_path)
     site.target_file.with_name("twin.yaml").write_text(site.target_file.read_text())
     if layout == "by name":
         as_kept_by_name(site, "small")
@@ -66,8 +66,8 @@ def test_a_copy_of_a_target_under_another_name_is_neither_asked_nor_captured_aga
     assert set(captured(site.run("prepare")).values()) == {"hit"}
 
 
-def test_a_shared_folder_that_is_not_mounted_stops_the_run_with_its_name(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
+def test_a_shared_folder_that_is_not_mounted_stops_the_run_with_its_name(finished_site, tmp_path):
+    site = finished_site.copy(tmp_path)
     (site.registry / "deployment.yaml").write_text("features: {kind: shared_dir, root: ../mnt}\n")
     result = site.run("prepare")
     failure = result.failure_data_for_node("training_features").user_failure_data

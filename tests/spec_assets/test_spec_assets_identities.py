@@ -92,13 +92,13 @@ def test_every_input_of_a_draft_is_part_of_its_identity(tiny_target: TargetFiles
     assert all(found.count(each) == 1 for each in found)
 
 
-def test_results_of_a_run_are_identified_by_what_the_run_made_them_of(finished) -> None:
-    made = ArtifactStore(finished.site.var)
+def test_results_of_a_run_are_identified_by_what_the_run_made_them_of(finished_site) -> None:
+    made = ArtifactStore(finished_site.var)
     of = {
         name: made.load_current(name, "small")
         for name in ("tokenized_train", "responses", "conversations", "eagle3_draft")
     }
-    target = Registry(finished.site.registry).load_target("small")
+    target = Registry(finished_site.registry).load_target("small")
     features = made.load_current("training_features", "small").identity
     assert features["tokens"] == of["tokenized_train"].data_version
     assert features["capture"] == target.capture.to_identity()

@@ -11,8 +11,8 @@ from draftworks.storage.artifacts import ArtifactStore
 
 
 @pytest.mark.slow
-def test_an_imported_draft_is_measured_as_the_one_it_was(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
+def test_an_imported_draft_is_measured_as_the_one_it_was(finished_site, tmp_path):
+    site = finished_site.copy(tmp_path)
     made = ArtifactStore(site.var)
     before = made.load_current("eagle3_report", "small").summary["drafts"]["trained"]
     source = made.load_current("eagle3_export", "small").path / "speculators_eagle3"
@@ -36,8 +36,8 @@ def test_an_imported_draft_is_measured_as_the_one_it_was(finished, tmp_path):
     assert measured["eval/simulated_acc_len"] > report.summary["drafts"]["untrained"]["eval/simulated_acc_len"]
 
 
-def test_what_is_no_draft_is_refused(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
+def test_what_is_no_draft_is_refused(finished_site, tmp_path):
+    site = finished_site.copy(tmp_path)
     arguments = [site.tiny_folder, tmp_path / "peer", "--target", "small", "--registry", site.registry]
     shown = CliRunner().invoke(app, ["import", *map(str, arguments)])
     assert shown.exit_code == 1

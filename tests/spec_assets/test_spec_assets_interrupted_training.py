@@ -53,14 +53,14 @@ def starts(site) -> list[int]:
 
 
 @pytest.fixture
-def prepared(finished, tmp_path):
+def prepared(finished_site, tmp_path):
     """A site with features, about to train for 90 or so steps."""
-    return finished.site.copy(tmp_path)
+    return finished_site.copy(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def once_cancelled(finished, tmp_path_factory):
-    site = finished.site.copy(tmp_path_factory.mktemp("cancelled"))
+def once_cancelled(finished_site, tmp_path_factory):
+    site = finished_site.copy(tmp_path_factory.mktemp("cancelled"))
     with once_saved(site, lambda: os.kill(os.getpid(), signal.SIGINT)):
         assert not train(site).success
     assert torchrun_of(site) is None
@@ -74,9 +74,9 @@ def cancelled(once_cancelled, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(finished, tmp_path_factory) -> str:
+def undisturbed(finished_site, tmp_path_factory) -> str:
     """The weights that a training without any interruption gives."""
-    site = finished.site.copy(tmp_path_factory.mktemp("undisturbed"))
+    site = finished_site.copy(tmp_path_factory.mktemp("undisturbed"))
     assert train(site).success
     assert starts(site) == [0]
     return draft(site).data_version

@@ -48,8 +48,8 @@ def load(site: Any, asset: str) -> Artifact:
     return ArtifactStore(site.var).load_current(asset, "small")
 
 
-def test_a_streamed_draft_without_failed_samples_is_that_of_a_stored_set_without_them(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
+def test_a_streamed_draft_without_failed_samples_is_that_of_a_stored_set_without_them(finished_site, tmp_path):
+    site = finished_site.copy(tmp_path)
     shutil.rmtree(site.var / "feature_store")
     for made in ("training_features", "eagle3_draft", "eagle3_report", "eagle3_export"):
         shutil.rmtree(site.var / made / "small", ignore_errors=True)
@@ -59,7 +59,7 @@ def test_a_streamed_draft_without_failed_samples_is_that_of_a_stored_set_without
     page = metadata_of(streamed, "eagle3_draft")
     assert page["failed_samples"] == len(left_out) > 0
     assert all(sample in page["left_out_samples"] for sample in left_out)
-    complete = load(finished.site, "training_features")
+    complete = load(finished_site, "training_features")
     assert planned.summary["planned"]
     assert planned.path.name == complete.path.name
     assert planned.summary["samples"] == complete.summary["samples"] - len(left_out)

@@ -36,8 +36,8 @@ class Joined:
 
 
 @pytest.fixture(scope="module")
-def joined(finished, tmp_path_factory) -> Joined:
-    site = finished.site.copy(tmp_path_factory.mktemp("joined"))
+def joined(finished_site, tmp_path_factory) -> Joined:
+    site = finished_site.copy(tmp_path_factory.mktemp("joined"))
     site.target_file.write_text(site.target_file.read_text() + ENTRY)
     done = execute(site, "everything", "small", PYTHONPATH=str(PLUGIN))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -54,8 +54,8 @@ def test_the_main_job_runs_from_the_command_line_and_makes_only_what_is_missing(
 
 
 @pytest.mark.slow
-def test_a_plugged_in_strategy_goes_from_capture_to_the_leaderboard(finished, joined):
-    made, before = ArtifactStore(joined.site.var), ArtifactStore(finished.site.var)
+def test_a_plugged_in_strategy_goes_from_capture_to_the_leaderboard(finished_site, joined):
+    made, before = ArtifactStore(joined.site.var), ArtifactStore(finished_site.var)
     features = made.load_current("training_features", "small").summary
     assert features["streams"] == ["hf2", "hf3", "hf4", "hf5", "last"]
     assert features["captured_bytes"] * 5 == features["bytes"]  # its own tap and nothing else

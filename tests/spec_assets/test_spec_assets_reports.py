@@ -18,8 +18,8 @@ def made(result: dg.ExecuteInProcessResult) -> set[str]:
     return {event.asset_key.to_user_string() for event in result.get_asset_materialization_events()}
 
 
-def test_evaluating_a_strategy_without_a_draft_yields_no_report_and_says_why(finished, tmp_path, capfd):
-    site = finished.site.copy(tmp_path)
+def test_evaluating_a_strategy_without_a_draft_yields_no_report_and_says_why(finished_site, tmp_path, capfd):
+    site = finished_site.copy(tmp_path)
     for name in ("eagle3_draft", "eagle3_report"):
         shutil.rmtree(site.var / name)
     result = site.run("evaluate")
@@ -30,9 +30,9 @@ def test_evaluating_a_strategy_without_a_draft_yields_no_report_and_says_why(fin
     assert not any(check.asset_key == dg.AssetKey("eagle3_report") for check in result.get_asset_check_evaluations())
 
 
-def test_equal_weights_with_other_options_are_measured_again(finished, tmp_path):
+def test_equal_weights_with_other_options_are_measured_again(finished_site, tmp_path):
     """A draft that is published without training shares the weights of another, but may propose other tokens."""
-    workspace = Workspace(registry_root=str(finished.site.copy(tmp_path).registry))
+    workspace = Workspace(registry_root=str(finished_site.copy(tmp_path).registry))
     target, strategy = workspace.registry.load_target("small"), resolve_strategy("eagle3")
     measured = ReportSubject.of(workspace, strategy, target)
     report = workspace.artifacts.load_current("eagle3_report", "small")
@@ -44,8 +44,8 @@ def test_equal_weights_with_other_options_are_measured_again(finished, tmp_path)
     assert {name for name, value in identity.items() if value != report.identity[name]} == {"draft_identity"}
 
 
-def test_a_report_knows_that_the_target_wrote_the_answers(finished):
-    workspace = Workspace(registry_root=str(finished.site.registry))
+def test_a_report_knows_that_the_target_wrote_the_answers(finished_site):
+    workspace = Workspace(registry_root=str(finished_site.registry))
     report = ReportSummary.load(workspace.artifacts.load_current("eagle3_report", "small").path / "heldout")
     assert report.greedy_answers is True
     assert report.labels is not None

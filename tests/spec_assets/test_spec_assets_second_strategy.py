@@ -22,8 +22,8 @@ def cached(result: dg.ExecuteInProcessResult) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_strategy_with_another_tap_captures_that_alone_and_trains_nothing_else_again(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
+def test_a_strategy_with_another_tap_captures_that_alone_and_trains_nothing_else_again(finished_site, tmp_path):
+    site = finished_site.copy(tmp_path)
     before = ArtifactStore(site.var).load_current("training_features", "small").summary
     site.target_file.write_text(site.target_file.read_text() + DFLASH)
     result = site.run()
@@ -41,8 +41,8 @@ def test_a_strategy_with_another_tap_captures_that_alone_and_trains_nothing_else
     assert "dflash_export" not in found
 
 
-def test_what_a_draft_does_not_read_is_not_in_its_identity(finished):
-    made = ArtifactStore(finished.site.var)
+def test_what_a_draft_does_not_read_is_not_in_its_identity(finished_site):
+    made = ArtifactStore(finished_site.var)
     streams = ["hf2", "hf4", "hf5", "last"]
     for asset in ("eagle3_draft", "eagle3_report"):
         answers, features = made.load_current(asset, "small").identity["heldout"]

@@ -40,9 +40,9 @@ DFLASH = {
 MADE = ("training_features", "eagle3_draft", "dflash_draft")
 
 
-def make_shared(finished: Any, root: Path, changed: str = "dflash", **training: Any) -> Any:
+def make_shared(finished_site: Any, root: Path, changed: str = "dflash", **training: Any) -> Any:
     """The finished site with a second strategy, before any feature or draft was made, with a shared stream."""
-    site = finished.site.copy(root)
+    site = finished_site.copy(root)
     for made in MADE:
         shutil.rmtree(site.var / made / "small", ignore_errors=True)
     entry = yaml.safe_load(site.target_file.read_text())
@@ -69,8 +69,8 @@ def list_producer_runs(site: Any) -> list[Path]:
     return list((site.var / "runs").glob("*/*/produce/*/out.log"))
 
 
-def test_one_step_trains_both_drafts_and_the_other_step_finds_its_own(finished, tmp_path):
-    site = make_shared(finished, tmp_path)
+def test_one_step_trains_both_drafts_and_the_other_step_finds_its_own(finished_site, tmp_path):
+    site = make_shared(finished_site, tmp_path)
     before = len(list_producer_runs(site))
     result = run(site)
     assert result.success, [event.message for event in result.all_events if event.is_failure]
@@ -82,7 +82,7 @@ def test_one_step_trains_both_drafts_and_the_other_step_finds_its_own(finished, 
         assert each["streamed_together"] == "dflash, eagle3"
         assert each["streamed_samples"] == rows
     found, expected = (
-        ArtifactStore(root).load_current("eagle3_draft", "small") for root in (site.var, finished.site.var)
+        ArtifactStore(root).load_current("eagle3_draft", "small") for root in (site.var, finished_site.var)
     )
     assert found.path.name == expected.path.name
     assert found.summary["last_loss"] == pytest.approx(expected.summary["last_loss"], rel=1e-3)
@@ -91,9 +91,9 @@ def test_one_step_trains_both_drafts_and_the_other_step_finds_its_own(finished, 
 
 
 @pytest.mark.parametrize(("failing", "other"), [("dflash", "eagle3"), ("eagle3", "dflash")])
-def test_a_draft_that_fails_leaves_the_other_its_stream_and_says_why(finished, tmp_path, failing: str, other: str):
+def test_a_draft_that_fails_leaves_the_other_its_stream_and_says_why(finished_site, tmp_path, failing: str, other: str):
     """Whichever of the two steps comes first: the one that fails is its own draft's or that of the other."""
-    site = make_shared(finished, tmp_path, failing, best_metric="no_such_metric")
+    site = make_shared(finished_site, tmp_path, failing, best_metric="no_such_metric")
     before = len(list_producer_runs(site))
     result = run(site)
     assert not result.success
@@ -105,9 +105,9 @@ def test_a_draft_that_fails_leaves_the_other_its_stream_and_says_why(finished, t
 
 
 def test_an_interrupted_step_saves_both_trainings_and_the_next_run_goes_on_with_both(
-    finished, tmp_path, monkeypatch: pytest.MonkeyPatch
+    finished_site, tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
-    site = make_shared(finished, tmp_path, epochs=3)
+    site = make_shared(finished_site, tmp_path, epochs=3)
     look = TorchLauncher._look
 
     def interrupt(self: TorchLauncher, *args: Any) -> None:
@@ -144,8 +144,8 @@ def read_steps(site: Any) -> dict[str, int]:
     return {}
 
 
-def test_strategies_with_different_schedules_are_refused_before_anything_is_made(finished, tmp_path):
-    site = make_shared(finished, tmp_path, seed=7)
+def test_strategies_with_different_schedules_are_refused_before_anything_is_made(finished_site, tmp_path):
+    site = make_shared(finished_site, tmp_path, seed=7)
     registry = Registry(site.registry)
     files = Workspace(registry_root=str(site.registry)).resolve_target_files("small")
     with pytest.raises(ConfigError, match="dflash and eagle3 cannot follow one stream: seed is 7 and 42"):

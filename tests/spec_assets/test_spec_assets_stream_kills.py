@@ -26,9 +26,9 @@ LONG = {"epochs": 6, "save_every": 4, "log_every": 30}
 
 
 @pytest.fixture(scope="module")
-def planned(finished, tmp_path_factory) -> Any:
+def planned(finished_site, tmp_path_factory) -> Any:
     """The finished site with `streaming`, about to train on features that are planned."""
-    site = finished.site.copy(tmp_path_factory.mktemp("planned"))
+    site = finished_site.copy(tmp_path_factory.mktemp("planned"))
     for made in ("training_features", "eagle3_draft", "eagle3_report", "eagle3_export"):
         shutil.rmtree(site.var / made / "small", ignore_errors=True)
     entry = yaml.safe_load(site.target_file.read_text())

@@ -13,9 +13,9 @@ from draftworks.storage.artifacts import ArtifactStore
 
 
 @pytest.fixture(scope="module")
-def streamed(finished, tmp_path_factory) -> Any:
+def streamed(finished_site, tmp_path_factory) -> Any:
     """The finished site without its training features and all that follows from them, run again with `streaming`."""
-    site = finished.site.copy(tmp_path_factory.mktemp("streamed"))
+    site = finished_site.copy(tmp_path_factory.mktemp("streamed"))
     for made in ("training_features", "eagle3_draft", "eagle3_report", "eagle3_export"):
         shutil.rmtree(site.var / made / "small", ignore_errors=True)
     set_streaming(site, {"watermark": {"samples": 16}})
@@ -34,18 +34,18 @@ def metadata_of(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
     return {key: value.value for key, value in found[0].materialization.metadata.items()}
 
 
-def test_planned_features_have_the_data_version_of_stored_ones(streamed, finished):
+def test_planned_features_have_the_data_version_of_stored_ones(streamed, finished_site):
     site, _ = streamed
-    artifacts, stored = ArtifactStore(site.var), ArtifactStore(finished.site.var)
+    artifacts, stored = ArtifactStore(site.var), ArtifactStore(finished_site.var)
     planned = artifacts.load_current("training_features", "small")
     assert planned.summary["planned"]
     assert planned.data_version == stored.load_current("training_features", "small").data_version
 
 
-def test_the_streamed_draft_has_the_identity_of_the_stored_one_and_learns_the_same(streamed, finished):
+def test_the_streamed_draft_has_the_identity_of_the_stored_one_and_learns_the_same(streamed, finished_site):
     site, _ = streamed
     found, expected = (
-        ArtifactStore(root).load_current("eagle3_draft", "small") for root in (site.var, finished.site.var)
+        ArtifactStore(root).load_current("eagle3_draft", "small") for root in (site.var, finished_site.var)
     )
     assert found.path.name == expected.path.name
     assert found.summary["steps"] == expected.summary["steps"]
@@ -66,8 +66,8 @@ def test_nothing_of_the_stream_is_left(streamed):
     assert not list((site.var / "streams").rglob("*.sqlite"))
 
 
-def test_a_stored_set_and_its_draft_are_hits_when_streaming_is_turned_on(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
+def test_a_stored_set_and_its_draft_are_hits_when_streaming_is_turned_on(finished_site, tmp_path):
+    site = finished_site.copy(tmp_path)
     set_streaming(site, {})
     result = site.run(instance=dg.DagsterInstance.ephemeral())
     assert result.success

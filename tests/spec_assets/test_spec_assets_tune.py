@@ -16,9 +16,9 @@ from spec_assets.draft_inputs import DraftConfig, build_train_run, resolve_draft
 EAGLE3 = resolve_strategy("eagle3")
 
 
-def test_a_tune_begins_with_the_old_weights_and_its_identity_names_them(finished, tmp_path):
-    workspace = Workspace(registry_root=str(finished.site.registry))
-    before = ArtifactStore(finished.site.var).load_current("eagle3_draft", "small")
+def test_a_tune_begins_with_the_old_weights_and_its_identity_names_them(finished_site, tmp_path):
+    workspace = Workspace(registry_root=str(finished_site.registry))
+    before = ArtifactStore(finished_site.var).load_current("eagle3_draft", "small")
     target = workspace.registry.load_target("small")
     plain = resolve_draft_inputs(workspace, EAGLE3, target, DraftConfig())
     assert plain.to_identity(EAGLE3) == DraftIdentity.of(before)
@@ -30,9 +30,9 @@ def test_a_tune_begins_with_the_old_weights_and_its_identity_names_them(finished
     assert train(run, ProgramContext())["weights_digest"] == before.data_version
 
 
-def test_a_tune_of_a_draft_that_is_not_there_or_has_other_options_is_refused(finished):
-    workspace = Workspace(registry_root=str(finished.site.registry))
-    digest = ArtifactStore(finished.site.var).load_current("eagle3_draft", "small").path.name
+def test_a_tune_of_a_draft_that_is_not_there_or_has_other_options_is_refused(finished_site):
+    workspace = Workspace(registry_root=str(finished_site.registry))
+    digest = ArtifactStore(finished_site.var).load_current("eagle3_draft", "small").path.name
     target = workspace.registry.load_target("small")
     with pytest.raises(ConfigError, match=f"start_from: target small, eagle3: no draft '0123'; there are: {digest}"):
         resolve_draft_inputs(workspace, EAGLE3, target, DraftConfig(start_from="0123"))

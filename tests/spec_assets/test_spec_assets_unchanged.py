@@ -26,9 +26,9 @@ CONSOLE = ("-c", str(ROOT / "jobs" / "console.yaml"))
 
 
 @pytest.fixture(scope="module")
-def made(finished, tmp_path_factory) -> Any:
+def made(finished_site, tmp_path_factory) -> Any:
     """A site on which everything was made and run a second time, in a Dagster home of its own."""
-    site = finished.site.copy(tmp_path_factory.mktemp("unchanged"))
+    site = finished_site.copy(tmp_path_factory.mktemp("unchanged"))
     home = site.root / "dagster_home"
     home.mkdir()
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)

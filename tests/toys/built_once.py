@@ -1,8 +1,10 @@
-"""Folders that many tests begin from, made once for a state of the code and copied for each process that asks.
+"""Folders that many tests begin from, made once for a state of the code.
 
 A folder is kept below `var/tests` under a key of all that decides what is in it: the product, the registry, the helpers of the
-tests, pinned versions, Python and the processor's instruction set. It is made under a lock, published by a rename, verified file
-by file when it is copied, and made again if it is damaged. What was not used for longest goes when all of it exceeds `MAX_BYTES`.
+tests, pinned versions, Python and the processor's instruction set. It is made under a lock and where it stays, since stored
+features are named by their place; its list of files is written last, and each process that asks verifies it. Nobody changes it:
+tests copy. While a process that asked lives, it stays; of the others, what was not used for longest goes when all of them exceed
+`MAX_BYTES`.
 
 A test of how a folder is made makes it; it does not ask for it here.
 """
@@ -16,9 +18,10 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "var" / "tests"
@@ -28,21 +31,33 @@ DECIDING = ("draftworks", "spec_assets", "resources", "jobs", "sensors", "regist
 PINS = ("constraints.txt", "pyproject.toml")
 
 
-def take(name: str, make: Callable[[Path], None], into: Path, cache: Path = CACHE) -> Path:
-    """Copy the folder `name` to `into`, which does not exist yet; `make` fills it first if no sound one is kept.
+def find_or_make(name: str, make: Callable[[Path], None], cache: Path = CACHE) -> Path:
+    """Return the folder `name`; `make` fills it first if no sound one is kept.
 
-    Args:
-        make: writes into the folder that it is given; nothing in it may name that folder.
+    Raises:
+        OSError: it was changed while another process uses it.
     """
     cache.mkdir(parents=True, exist_ok=True)
     kept = cache / f"{digest_code()[:16]}-{name}"
-    with _locked(cache / f"{kept.name}.lock"):
-        if not _copy_sound(kept, into):
+    with _open_lock(kept, "making") as making:
+        fcntl.flock(making, fcntl.LOCK_EX)
+        if not _is_sound(kept):
+            _remove_unused(kept)
             _make(kept, make)
             _drop_oldest(cache, kept)
-            if not _copy_sound(kept, into):
-                raise OSError(f"{kept}: damaged as soon as it was made")
-    return into
+        os.utime(kept)
+        use = _open_lock(kept, "use")
+        fcntl.flock(use, fcntl.LOCK_SH)
+        _in_use.append(use)
+    return kept / "folder"
+
+
+_in_use: list[IO[str]] = []
+"""Locked until this process ends."""
+
+
+def _open_lock(kept: Path, what: str) -> IO[str]:
+    return open(kept.with_name(f"{kept.name}.{what}"), "a")
 
 
 @functools.cache
@@ -67,35 +82,19 @@ def _list_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _make(kept: Path, make: Callable[[Path], None]) -> None:
-    shutil.rmtree(kept, ignore_errors=True)
-    new = kept.with_name(f"{kept.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    (new / "folder").mkdir(parents=True)
-    make(new / "folder")
-    (new / FILES).write_text(json.dumps(_digest_files(new / "folder")))
-    new.rename(kept)
+    (kept / "folder").mkdir(parents=True)
+    make(kept / "folder")
+    new = kept / f"{FILES}.new"
+    new.write_text(json.dumps(_digest_files(kept / "folder")))
+    new.rename(kept / FILES)
 
 
-def _copy_sound(kept: Path, into: Path) -> bool:
-    """Copy a kept folder; whether each file in the copy is what was made. Nothing is left of a copy that is not."""
+def _is_sound(kept: Path) -> bool:
     try:
-        expected = json.loads((kept / FILES).read_text())
-        shutil.copytree(kept / "folder", into, symlinks=True)
+        return json.loads((kept / FILES).read_text()) == _digest_files(kept / "folder")
     except (OSError, ValueError):
-        expected = None
-    if expected is None or _digest_files(into) != expected:
-        shutil.rmtree(into, ignore_errors=True)
         return False
-    os.utime(kept)
-    return True
 
 
 def _digest_files(folder: Path) -> dict[str, str]:
@@ -110,23 +109,24 @@ def _digest_files(folder: Path) -> dict[str, str]:
 
 
 def _drop_oldest(cache: Path, kept: Path) -> None:
-    """Remove folders that nobody is about to copy, the one not used for longest first, until all fit `MAX_BYTES`."""
-    folders = sorted(
-        (each for each in cache.iterdir() if (each / FILES).exists()), key=lambda each: each.stat().st_mtime
-    )
+    """Remove folders that no process uses, the one not used for longest first, until all fit `MAX_BYTES`."""
+    folders = sorted((each for each in cache.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
     sizes = {each: sum(path.stat().st_size for path in each.rglob("*") if path.is_file()) for each in folders}
     for folder in folders:
         if sum(sizes.values()) <= MAX_BYTES:
             return
-        if folder != kept and _remove_unless_locked(cache / f"{folder.name}.lock", folder):
-            del sizes[folder]
+        with _open_lock(folder, "making") as making, suppress(OSError):
+            if folder != kept:
+                fcntl.flock(making, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_unused(folder)
+                del sizes[folder]
 
 
-def _remove_unless_locked(lock: Path, folder: Path) -> bool:
-    with open(lock, "a") as file:
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder. Raises OSError if a process uses it."""
+    with _open_lock(folder, "use") as use:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        shutil.rmtree(folder)
-        return True
+            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OSError(f"{folder}: a test has changed it, and another process uses it") from error
+        shutil.rmtree(folder, ignore_errors=True)
