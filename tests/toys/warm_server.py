@@ -27,7 +27,7 @@ NAME = "warm-server"
 PRELOADED = [f"draftworks.programs.{name}" for name in ("regenerate", "capture", "train", "evaluate", "export")]
 LATER = ("torch._dynamo", "torch.distributed.fsdp", "matplotlib.figure", "matplotlib.backends.backend_agg", "pandas")
 """What programs import on their way: by the first optimizer step, by a backend, for a plot and a table."""
-STARTERS = ("torch.distributed.run", "torch.distributed.elastic.agent.server.local_elastic_agent", "dagster")
+STARTERS = ("torch.distributed.run", "torch.distributed.elastic.agent.server.local_elastic_agent", "dagster._cli")
 LAZY = {"transformers": ("AutoModelForCausalLM", "AutoTokenizer", "LlamaForCausalLM", "PreTrainedTokenizerFast")}
 """What transformers imports only when asked for the name."""
 

@@ -169,7 +169,7 @@ def _replace(path: str, argv: Sequence[str], env: Mapping[str, str]) -> NoReturn
 def _start(*given: Any) -> int:
     """In place of `_posixsubprocess.fork_exec`, whose arguments it gets; returns the pid."""
     asked = dict(zip(_ARGUMENTS, given, strict=False))
-    argv = [os.fsdecode(word) for word in asked["args"]]
+    argv = _name_interpreter([os.fsdecode(word) for word in asked["args"]])
     env = dict(os.environ) if asked["env"] is None else dict(os.fsdecode(each).split("=", 1) for each in asked["env"])
     cwd = os.path.abspath(os.fsdecode(asked["cwd"] or os.getcwd()))
     plain = asked["close_fds"] and all(asked[name] is None for name in ("gid", "groups", "uid", "preexec_fn"))
@@ -192,6 +192,14 @@ def _start(*given: Any) -> int:
         limits=warm_program.list_limits(),
     )
     return _served[os.getpid()].start(start, [*standard, *passed])
+
+
+def _name_interpreter(argv: list[str]) -> list[str]:
+    """The command that the kernel makes of one that begins with a script of this environment."""
+    if not argv or Path(argv[0]) not in _SCRIPTS:
+        return argv
+    interpreter = Path(argv[0]).read_text().partition("\n")[0].removeprefix("#!")
+    return [sys.executable if os.path.samefile(interpreter, sys.executable) else interpreter, *argv]
 
 
 def _has_server() -> bool:
