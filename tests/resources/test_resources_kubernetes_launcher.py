@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from coverings import long_but_for
 from fake_kubernetes import TRAINJOBS
 from kubernetes_harness import KubernetesHarness
 from kubernetes_toys import kubernetes_bench
-from launcher_contract import TOYS, SchedulerContract, play, wait_until_up
+from launcher_contract import IN_GATE, TOYS, SchedulerContract, play, wait_until_up
 from waiting import wait_until
 
 from resources.torch_job import JobState, TorchJob
@@ -20,6 +21,7 @@ from resources.torch_job import JobState, TorchJob
 pytestmark = pytest.mark.cluster  # not for what it needs, but for what it costs: real ranks, twenty times
 
 
+@long_but_for(*IN_GATE)
 class TestKubernetes(SchedulerContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Iterator[KubernetesHarness]:
