@@ -2,7 +2,7 @@
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need real libraries or servers of others
-# make test-long   what takes minutes and is not in CI: repeated random kills, a million references
+# make test-long   what takes minutes and is not in CI: repeated random kills, a million references, more of real servers
 # make test-defects       plants defects that users would suffer in a copy, and says which tests notice; resumable, not in CI
 # make test-loaded   what waits for processes and time-outs, five times in a row beside eight busy processes; not in CI
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
@@ -37,6 +37,8 @@ MOONCAKE := .venv-mooncake
 CLUSTER := .cluster
 RAY := .venv-ray
 TRACKERS := .venv-trackers
+MOONCAKE_TESTS := tests/mooncake_room tests/features tests/runtime tests/sglang_room
+CLUSTER_TESTS := tests/benchmarks tests/deploy tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
 MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
 MOONCAKE_LIBRARIES = $(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH
 export DAGSTER_HOME := $(CURDIR)/.dagster
@@ -64,8 +66,12 @@ test: $(VENV)/ready .dagster/ready
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster and not ray and not trackers'; \
 	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
 
-test-long: $(VENV)/ready
+# Of what has environments and servers of its own too: these are made first.
+test-long: $(VENV)/ready .dagster/ready $(MOONCAKE)/ready $(CLUSTER)/ready $(RAY)/ready
 	$(BIN)/python -m pytest --timeout 3600 --hypothesis-profile long -m '(long or hypothesis) and not mooncake and not sglang and not cluster and not ray'
+	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest --timeout 3600 -m 'long and mooncake and not sglang' $(MOONCAKE_TESTS)
+	$(BIN)/python -m pytest --timeout 3600 -m 'long and cluster' $(CLUSTER_TESTS)
+	$(RAY)/bin/python -m pytest --timeout 3600 -m 'long and ray' tests/resources
 
 # What was noticed before is not asked again while the defect is the same: remove the file of verdicts after tests were cut.
 test-defects: $(VENV)/ready
@@ -101,22 +107,22 @@ sglang-env: $(SGLANG)/ready
 # Its system libraries are found as those of any program are: where they are unpacked beside it, by LD_LIBRARY_PATH.
 test-mooncake: $(MOONCAKE)/ready
 	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" \
-		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m mooncake tests/mooncake_room tests/features tests/runtime tests/sglang_room
+		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'mooncake and not long' $(MOONCAKE_TESTS)
 
 mooncake-env: $(MOONCAKE)/ready
 
 # The servers are real: one that cannot start is a failed test, and none is skipped.
 test-cluster: $(VENV)/ready .dagster/ready $(CLUSTER)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/benchmarks tests/deploy tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'cluster and not long' $(CLUSTER_TESTS)
 
 # Not part of CI: a cluster, its dashboard and its workers want a core and 3 GB for minutes.
 test-ray: $(RAY)/ready
-	$(RAY)/bin/python -m pytest -m ray tests/resources
+	$(RAY)/bin/python -m pytest -m 'ray and not long' tests/resources
 
 ray-env: $(RAY)/ready
 
 test-trackers: $(TRACKERS)/ready
-	$(TRACKERS)/bin/python -m pytest -m trackers tests/programs tests/training/trackers
+	$(TRACKERS)/bin/python -m pytest -m 'trackers and not long' tests/programs tests/training/trackers
 
 trackers-env: $(TRACKERS)/ready
 

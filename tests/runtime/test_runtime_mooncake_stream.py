@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -17,7 +15,7 @@ import pytest
 from forked_ranks import ForkedRanks
 from stream_cast import RANKS, Kill, StreamCast
 from stream_toys import TRAINING, StreamFiles
-from waiting import HANG_S
+from waiting import HANG_S, meanwhile, wait_until
 
 from draftworks.config.launchers import LocalLauncherSpec
 from draftworks.config.run_files import StoreSpec
@@ -92,12 +90,14 @@ def find_owners(folder: Path) -> Iterator[psutil.Process]:
 
 def kill_owner(database: Path, folder: Path, step: int = 4) -> None:
     """Kill the owner of a store's memory once the training has done some steps."""
-    done = 0
-    while done < step:
-        time.sleep(0.05)
-        if database.exists():
-            with closing(SQLiteMetadataStore(database)) as store:
-                done = DataFlowController("draft", store).read_progress().acked_step
+
+    def has_come_so_far() -> bool:
+        if not database.exists():
+            return False
+        with closing(SQLiteMetadataStore(database)) as store:
+            return DataFlowController("draft", store).read_progress().acked_step >= step
+
+    wait_until(has_come_so_far)
     next(find_owners(folder)).kill()
 
 
@@ -121,10 +121,8 @@ def test_a_step_runs_memory_and_control_server_beside_the_training(stream_files:
         services = make_stream_services(context, workspace, database, produce)
         beside = [*services, Companion(producer, tmp_path / "produce")]
         launcher = make_launcher(LocalLauncherSpec())
-        killer = threading.Thread(target=kill_owner, args=(database, folder / "memory"), daemon=True)
-        killer.start()
-        job = launcher.run(context, trainer, run_dir=tmp_path / "runs", companions=beside)
-        killer.join(timeout=1)
+        with meanwhile(lambda: kill_owner(database, folder / "memory")):
+            job = launcher.run(context, trainer, run_dir=tmp_path / "runs", companions=beside)
         return dg.MaterializeResult(metadata={"weights": job.report["weights_digest"], **job.metadata})
 
     (made,) = dg.materialize([eagle3_draft], partition_key="tiny").get_asset_materialization_events()
