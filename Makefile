@@ -37,8 +37,8 @@ MOONCAKE := .venv-mooncake
 CLUSTER := .cluster
 RAY := .venv-ray
 TRACKERS := .venv-trackers
-MOONCAKE_TESTS := tests/mooncake_room tests/features tests/runtime tests/sglang_room
-CLUSTER_TESTS := tests/benchmarks tests/deploy tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
+# The modules that have a marker: others would be imported for nothing.
+marked = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort)
 MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
 MOONCAKE_LIBRARIES = $(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH
 export DAGSTER_HOME := $(CURDIR)/.dagster
@@ -69,9 +69,9 @@ test: $(VENV)/ready .dagster/ready
 # Of what has environments and servers of its own too: these are made first.
 test-long: $(VENV)/ready .dagster/ready $(MOONCAKE)/ready $(CLUSTER)/ready $(RAY)/ready
 	$(BIN)/python -m pytest --timeout 3600 --hypothesis-profile long -m '(long or hypothesis) and not mooncake and not sglang and not cluster and not ray'
-	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest --timeout 3600 -m 'long and mooncake and not sglang' $(MOONCAKE_TESTS)
-	$(BIN)/python -m pytest --timeout 3600 -m 'long and cluster' $(CLUSTER_TESTS)
-	$(RAY)/bin/python -m pytest --timeout 3600 -m 'long and ray' tests/resources
+	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest --timeout 3600 -m 'long and mooncake and not sglang' $(call marked,mooncake)
+	$(BIN)/python -m pytest --timeout 3600 -m 'long and cluster' $(call marked,cluster)
+	$(RAY)/bin/python -m pytest --timeout 3600 -m 'long and ray' $(call marked,ray)
 
 # What was noticed before is not asked again while the defect is the same: remove the file of verdicts after tests were cut.
 test-defects: $(VENV)/ready
@@ -107,22 +107,22 @@ sglang-env: $(SGLANG)/ready
 # Its system libraries are found as those of any program are: where they are unpacked beside it, by LD_LIBRARY_PATH.
 test-mooncake: $(MOONCAKE)/ready
 	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" \
-		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'mooncake and not long' $(MOONCAKE_TESTS)
+		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'mooncake and not sglang and not long' $(call marked,mooncake)
 
 mooncake-env: $(MOONCAKE)/ready
 
 # The servers are real: one that cannot start is a failed test, and none is skipped.
 test-cluster: $(VENV)/ready .dagster/ready $(CLUSTER)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'cluster and not long' $(CLUSTER_TESTS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'cluster and not long' $(call marked,cluster)
 
 # Not part of CI: a cluster, its dashboard and its workers want a core and 3 GB for minutes.
 test-ray: $(RAY)/ready
-	$(RAY)/bin/python -m pytest -m 'ray and not long' tests/resources
+	$(RAY)/bin/python -m pytest -m 'ray and not long' $(call marked,ray)
 
 ray-env: $(RAY)/ready
 
 test-trackers: $(TRACKERS)/ready
-	$(TRACKERS)/bin/python -m pytest -m 'trackers and not long' tests/programs tests/training/trackers
+	$(TRACKERS)/bin/python -m pytest -m 'trackers and not long' $(call marked,trackers)
 
 trackers-env: $(TRACKERS)/ready
 
