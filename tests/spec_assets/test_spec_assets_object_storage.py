@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 def write_deployment(site: Any, server: S3Server, user: str = "WRITER") -> None:
     set_keys(os.environ)
-    access = server.access(user, retry_s=20).model_dump(exclude_defaults=True)
+    access = server.access(user).model_dump(exclude_defaults=True)
     deployment = {
         "features": {"kind": "s3", "url": f"s3://{BUCKET}/features", "cache_gb": 1},
         "publish": {"url": f"s3://{BUCKET}/published"},
