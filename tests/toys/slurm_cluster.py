@@ -54,7 +54,7 @@ JobCompType=jobcomp/none
 ReturnToService=2
 SchedulerParameters=sched_min_interval=100000,sched_interval=2,bf_interval=2,batch_sched_delay=0
 SlurmdTimeout=6
-KillWait=60
+KillWait=30
 MessageTimeout=10
 EnforcePartLimits=ALL
 PreemptType=preempt/partition_prio
