@@ -131,6 +131,21 @@ def test_a_stuck_rank_is_killed_after_the_grace(tmp_path: Path, cluster: SlurmCl
     assert cluster.nodes_are("idle")
 
 
+def test_a_lost_node_is_told_and_the_next_job_begins_without_it(tmp_path: Path, cluster: SlurmCluster) -> None:
+    scheduler, request = make_scheduler(cluster, grace_s=3), make_request(tmp_path / "first", "wait", nodes=2)
+    id = scheduler.create(request)
+    wait_for_ranks(scheduler, id, request, RANKS)
+    try:
+        cluster.lose_node("n2")
+        ended = wait_for_end(scheduler, id)
+        assert (ended.state, ended.lost) == (JobState.FAILED, True), request.files.log.read_text()
+        again = make_request(tmp_path / "second", "sum", nodes=2, min_nodes=1)
+        assert wait_for_end(scheduler, scheduler.create(again)).state is JobState.SUCCEEDED, again.files.log.read_text()
+        assert '"ranks": 1' in again.files.log.read_text()
+    finally:
+        cluster.start_node("n2")
+
+
 @pytest.mark.long
 def test_preemption_lets_a_job_save(tmp_path: Path, cluster: SlurmCluster) -> None:
     scheduler, request = make_scheduler(cluster, cpus_per_node=8), make_request(tmp_path, "wait", nodes=2)

@@ -162,6 +162,7 @@ def test_two_nodes_train_what_one_does(finished: Any, shard_within: str, cluster
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster: SlurmCluster, tmp_path: Path):
     run = write_run(finished, tmp_path / "out", epochs=16.0, save_every=10, log_every=5)
     run.out.mkdir()
