@@ -190,6 +190,7 @@ def test_a_run_does_not_notice_that_postgres_was_killed_and_came_back_in_seconds
     assert len(made) == 2
 
 
+@pytest.mark.long
 def test_a_run_fails_when_postgres_stays_away_and_the_next_one_gets_its_place(work, postgres):
     run = work.begin("two")
     process = work.find_process(run)
