@@ -16,7 +16,7 @@ from s3_server import BUCKET, S3Server, set_keys
 
 from draftworks.storage.artifacts import ArtifactStore
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 MADE_OF_FEATURES = ("training_features", "heldout_eval_features", "eagle3_draft", "eagle3_report", "eagle3_export")
 
 

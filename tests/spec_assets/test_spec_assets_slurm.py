@@ -30,7 +30,8 @@ from resources.scheduler_launcher import SchedulerLauncher
 from resources.slurm_scheduler import SlurmScheduler
 from resources.torch_job import JobIdentity, JobState, RunDir, TorchJob
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+# The first of them makes `finished` too: on a busy machine that alone takes minutes.
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 WEIGHTS = "model.safetensors"
 
 
