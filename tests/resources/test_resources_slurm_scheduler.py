@@ -214,7 +214,7 @@ def test_a_folder_that_nodes_do_not_see_is_named(tmp_path: Path, cluster: SlurmC
 
 
 def test_an_unreachable_controller_is_an_error_and_jobs_go_on(tmp_path: Path, cluster: SlurmCluster) -> None:
-    scheduler, request = make_scheduler(cluster), make_request(tmp_path, "sum")
+    scheduler, request = make_scheduler(cluster), make_request(tmp_path, "sum", procs=1)
     id = scheduler.create(request)
     cluster.stop_controller()
     try:
