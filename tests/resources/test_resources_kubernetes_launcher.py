@@ -70,7 +70,6 @@ class TestKubernetes(SchedulerContract):
         self.expect_nothing_left(harness)
 
 
-@pytest.mark.usefixtures("real_starts")
 def test_torchruns_of_two_pods_meet(tmp_path: Path) -> None:
     with kubernetes_bench(tmp_path, python=sys.executable) as bench:
         scheduler, asked = bench.make_scheduler(), bench.request()

@@ -246,7 +246,6 @@ class FakeCluster(FakeKubernetes):
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         job = pod["metadata"]["labels"][JOBSET]
         values = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "TMPDIR": str(folder)}
-        values |= {"LANG": os.environ["LANG"]} if "LANG" in os.environ else {}  # images have one
         values |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(self._find_port(job)), "POD_IP": "127.0.0.1"}
         values["JOB_COMPLETION_INDEX"] = pod["metadata"]["labels"][INDEX]
         for each in container.get("env", ()):

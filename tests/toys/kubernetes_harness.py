@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
-import warm_starts
 from fake_kubelet import FakeCluster
 from fake_kubernetes import PODS, TRAINJOBS, write_kubeconfig
 from launcher_contract import LauncherHarness
@@ -30,7 +29,6 @@ class KubernetesHarness(LauncherHarness):
     def running(self) -> Iterator[KubernetesHarness]:
         pods = self.folder / "pods"
         pods.mkdir()
-        warm_starts.begin()  # pods start in a thread of the cluster
         self.cluster = FakeCluster(pods)
         self.cluster.claims["shared"] = self.folder
         with self.cluster.running() as address:

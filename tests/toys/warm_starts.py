@@ -103,11 +103,6 @@ def install() -> None:
     _posixsubprocess.fork_exec = subprocess._fork_exec = _start  # type: ignore[attr-defined]
 
 
-def begin() -> None:
-    """Begin this process's server now, if starts are warm: for what other threads than this, the main one, will start."""
-    _has_server()
-
-
 def _begin_server(env: Mapping[str, str]) -> None:
     requests, theirs = socket.socketpair()
     command = [sys.executable, str(Path(__file__).with_name("warm_server.py")), str(theirs.fileno())]
