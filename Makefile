@@ -38,6 +38,8 @@ MOONCAKE := .venv-mooncake
 CLUSTER := .cluster
 RAY := .venv-ray
 TRACKERS := .venv-trackers
+# The modules that have a marker: others would be imported for nothing.
+marked = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort)
 MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
 MOONCAKE_LIBRARIES = $(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH
 export DAGSTER_HOME := $(CURDIR)/.dagster
@@ -103,22 +105,22 @@ sglang-env: $(SGLANG)/ready
 # Its system libraries are found as those of any program are: where they are unpacked beside it, by LD_LIBRARY_PATH.
 test-mooncake: $(MOONCAKE)/ready
 	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" \
-		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m mooncake tests/mooncake_room tests/features tests/runtime tests/sglang_room
+		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'mooncake and not sglang and not long' $(call marked,mooncake)
 
 mooncake-env: $(MOONCAKE)/ready
 
 # The servers are real: one that cannot start is a failed test, and none is skipped.
 test-cluster: $(VENV)/ready .dagster/ready $(CLUSTER)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/benchmarks tests/deploy tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'cluster and not long' $(call marked,cluster)
 
 # Not part of CI: a cluster, its dashboard and its workers want a core and 3 GB for minutes.
 test-ray: $(RAY)/ready
-	$(RAY)/bin/python -m pytest -m ray tests/resources
+	$(RAY)/bin/python -m pytest -m 'ray and not long' $(call marked,ray)
 
 ray-env: $(RAY)/ready
 
 test-trackers: $(TRACKERS)/ready
-	$(TRACKERS)/bin/python -m pytest -m trackers tests/programs tests/training/trackers
+	$(TRACKERS)/bin/python -m pytest -m 'trackers and not long' $(call marked,trackers)
 
 trackers-env: $(TRACKERS)/ready
 

@@ -17,6 +17,8 @@ from resources.dead_runs import TAG
 from resources.process_place import RunProcess
 
 pytestmark = pytest.mark.cluster
+TRIED_AGAIN_S = 8.0
+"""Less than the seconds for which Dagster tries to connect to its database again."""
 LOCATION = '''
 import time
 from pathlib import Path
@@ -102,6 +104,9 @@ class Work:
     def wait_for(self, status: str, *run_ids: str) -> None:
         self.processes.wait_until(lambda: {self.status(run_id) for run_id in run_ids} == {status})
 
+    def wait_for_end(self, run_id: str) -> None:
+        self.processes.wait_until(lambda: self.status(run_id) in ("SUCCESS", "FAILURE"))
+
     def begin(self, target: str) -> str:
         """Launch it, and return when its step is at work."""
         run_id = self.launch(target)
@@ -170,16 +175,22 @@ def test_a_run_goes_on_while_the_code_location_is_loaded_again(work):
 
 def test_a_run_does_not_notice_that_postgres_was_killed_and_came_back_in_seconds(work, postgres):
     """Connections are tried again for about ten seconds, also while the step reports its end."""
-    run = work.begin("one")
-    postgres.kill()
-    work.let_end(run)
-    time.sleep(3)
-    postgres.start()
-    work.wait_for("SUCCESS", run)
+    away_s = TRIED_AGAIN_S
+    while away_s >= TRIED_AGAIN_S:  # on a busy machine Postgres may take longer to come back
+        run = work.begin("one")
+        began = time.monotonic()
+        postgres.kill()
+        work.let_end(run)
+        time.sleep(3)
+        postgres.start()
+        away_s = time.monotonic() - began
+        work.wait_for_end(run)
+    assert work.status(run) == "SUCCESS"
     made = work.instance.all_logs(run, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
     assert len(made) == 2
 
 
+@pytest.mark.long
 def test_a_run_fails_when_postgres_stays_away_and_the_next_one_gets_its_place(work, postgres):
     run = work.begin("two")
     process = work.find_process(run)

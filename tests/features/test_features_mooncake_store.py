@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from features_toys import toy_ref, toy_tensors
-from mooncake_toys import LEASE_TTL_S, TIMEOUT_S, running_mooncake
-from waiting import wait_until
+from mooncake_toys import LEASE_TTL_S, running_mooncake, within_a_lease
+from waiting import HANG_S, wait_until
 
 from draftworks.errors import StoreError, StoreFullError, StoreLostError
 from draftworks.features.contracts import SampleRef
@@ -120,7 +121,7 @@ class TestNoRoom:
 
     def test_put_waits_for_a_consumer_whose_leases_run_out_meanwhile(self, client: MooncakeClient):
         refs = fill(MooncakeFeatureStore(client.address, put_timeout_s=0.0, client=client))
-        producer = MooncakeFeatureStore(client.address, put_timeout_s=30.0, client=client)
+        producer = MooncakeFeatureStore(client.address, put_timeout_s=HANG_S, client=client)
         consumer = MooncakeFeatureStore(client.address, client=client)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(producer.put, big_ref(100), big(100))
@@ -131,7 +132,7 @@ class TestNoRoom:
         assert torch.equal(consumer.get(ref)[0]["last"], big(100)["last"])
 
     def test_what_is_larger_than_the_store_is_refused_at_once(self, client: MooncakeClient):
-        store = MooncakeFeatureStore(client.address, put_timeout_s=600.0, client=client)
+        store = MooncakeFeatureStore(client.address, put_timeout_s=HANG_S, client=client)
         with pytest.raises(StoreFullError, match="has no room for 67108864 bytes"):
             store.put(big_ref(1), big(1, mib=64))
 
@@ -156,11 +157,17 @@ class TestMooncakesLease:
 
     def test_a_released_sample_is_gone_at_once_and_its_memory_later(self, client: MooncakeClient):
         store = MooncakeFeatureStore(client.address, client=client)
-        ref = store.put(big_ref(1), big(1))
-        store.release(store.get(ref)[1])
+        refs: list[SampleRef] = []
+
+        def put_and_release() -> dict[str, Any]:
+            refs.append(store.put(big_ref(1), big(1)))
+            store.release(store.get(refs[-1])[1])
+            return store.health()
+
+        health, ref = within_a_lease(put_and_release), refs[-1]
         with pytest.raises(StoreError, match=r"b1: generation \d+ .* is gone"):
             MooncakeFeatureStore(client.address, client=client).get(ref)
-        assert store.health() | {"tensors": 1, "entries": 0, "deferred_bytes": 8 * MIB} == store.health()
+        assert health | {"tensors": 1, "entries": 0, "deferred_bytes": 8 * MIB} == health
         wait_until(lambda: not store.health()["tensors"], "the end of the leases")
         assert store.health()["deferred"] == 0
 
@@ -174,8 +181,12 @@ class TestMooncakesLease:
         store, other = (KeyedMooncakeStore(client.address, client=client) for _ in range(2))
         ref = store.put(big_ref(1), big(1))
         key = ref.feature_keys["last"]
-        store.release(store.get(ref)[1])
-        assert store.free([key]) == 0
+
+        def put_and_free() -> int:
+            store.release(store.get(store.put(ref, big(1)))[1])
+            return store.free([key])
+
+        assert within_a_lease(put_and_free) == 0
         for reader in (store, other):
             assert reader.find_missing([key]) == [key]
             with pytest.raises(StoreError, match=f"b1, feature last: key {key} is not in the feature store"):
@@ -275,10 +286,8 @@ def test_a_lost_store_is_told_by_every_call_and_filled_again(tmp_path: Path, vic
             keyed.health,
         ]
         for call in calls:
-            began = time.monotonic()
-            with pytest.raises(StoreLostError, match="toys .* is lost|toys .* has not answered"):
+            with pytest.raises(StoreLostError, match="toys .* is lost"):
                 call()
-            assert time.monotonic() < began + TIMEOUT_S + 1
         service.restart()
         for call in calls:
             with pytest.raises(StoreLostError, match=r"was started again since it was opened.*reconnect\(\)"):
@@ -296,11 +305,11 @@ def test_a_put_that_waits_notices_that_the_store_is_lost(tmp_path: Path):
     with running_mooncake(tmp_path) as service:
         store = MooncakeFeatureStore(service.address, put_timeout_s=0.0)
         fill(store)
-        waiting_store = MooncakeFeatureStore(service.address, put_timeout_s=600.0)
+        waiting_store = MooncakeFeatureStore(service.address, put_timeout_s=HANG_S)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(waiting_store.put, big_ref(99), big(99))
             time.sleep(0.3)
             assert not waiting.done()
             os.kill(service.pid("owner"), signal.SIGKILL)
             with pytest.raises(StoreLostError, match="the process that owns its memory is dead"):
-                waiting.result(TIMEOUT_S)
+                waiting.result(HANG_S)

@@ -16,6 +16,7 @@ from s3_server import BUCKET, S3Server, set_keys
 from store_contract import read
 from store_harness import put
 from store_keyed_contract import PruningContract, keys_of
+from waiting import HANG_S, meanwhile, wait_until
 
 from draftworks.config.object_storage import ObjectFeaturesSpec
 from draftworks.config.run_files import StoreSpec
@@ -55,7 +56,7 @@ class TestObjectFeatureStoreOnAServer(PruningContract):
 
 
 def spec(
-    folder: Path, server: S3Server, user: str = "WRITER", bucket: str = BUCKET, retry_s: float = 60.0
+    folder: Path, server: S3Server, user: str = "WRITER", bucket: str = BUCKET, retry_s: float = HANG_S
 ) -> StoreSpec:
     set_keys(os.environ)
     objects = ObjectFeaturesSpec(
@@ -100,12 +101,8 @@ def test_a_server_that_is_killed_and_started_again_is_waited_for(tmp_path: Path,
         server.start()
 
     server.kill()
-    starting = threading.Thread(target=start_again)
-    starting.start()
-    try:
+    with meanwhile(start_again):
         refs.append(put(store, 3))
-    finally:
-        starting.join()
     for ref in refs:
         store.release(read(harness, store, ref))
     assert isinstance(store, ObjectFeatureStore)
@@ -122,14 +119,15 @@ def test_a_server_killed_while_it_is_written_to_leaves_whole_samples(tmp_path: P
         while not stop.is_set():
             done.append(put(store, len(done)))
 
-    writing = threading.Thread(target=write)
-    writing.start()
-    time.sleep(0.5)
-    server.kill()
-    before = len(done)
-    server.start()
-    stop.set()
-    writing.join()
+    with meanwhile(write):
+        try:
+            wait_until(lambda: done)
+            time.sleep(0.3)  # somewhere in a put
+            server.kill()
+            before = len(done)
+            server.start()
+        finally:
+            stop.set()
     assert 0 < before < len(done)
     reader = harness.open()
     for ref in done:

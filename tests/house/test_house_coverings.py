@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from coverings import cover, gate_or_long, pairwise
+from coverings import cover, gate_or_long, long_but_for, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,3 +51,34 @@ def test_cells_are_judged_by_all_their_values():
     made = gate_or_long(cells, [(2, {})])
     assert [each.values for each in made] == [(1, {}), (2, {}), (3, {})]
     assert marks_of(made) == [["long"], [], ["long"]]
+
+
+class Contract:
+    def test_one(self): ...
+
+    @pytest.mark.parametrize("value", [1, 2])
+    def test_two(self, value: int): ...
+
+
+def names_of_marks(contract: type, test: str) -> list[str]:
+    return [mark.name for mark in getattr(getattr(contract, test), "pytestmark", [])]
+
+
+def test_a_contract_is_long_but_for_some_of_its_tests_and_only_where_it_is_asked_so():
+    @long_but_for("test_one")
+    class Real(Contract):
+        def test_own(self): ...
+
+    assert [names_of_marks(Real, test) for test in ("test_one", "test_two", "test_own")] == [
+        [],
+        ["parametrize", "long"],
+        [],
+    ]
+    assert names_of_marks(Contract, "test_two") == ["parametrize"]
+    assert Real.test_two is not Contract.test_two
+    assert Real.test_two.__qualname__ == Contract.test_two.__qualname__
+
+
+def test_a_gate_of_a_contract_names_tests_that_it_has():
+    with pytest.raises(AssertionError, match=r"Contract inherits no \['test_onee'\]"):
+        long_but_for("test_onee")(type("Contract", (Contract,), {}))

@@ -100,7 +100,7 @@ def test_both_processes_end_with_a_killed_parent(tmp_path: Path):
 
 
 def test_memory_that_there_is_not_is_told_with_the_owners_log(tmp_path: Path):
-    service = MooncakeService(MooncakeOptions(1 << 46, start_timeout_s=30), tmp_path)
+    service = MooncakeService(MooncakeOptions(1 << 46, timeout_s=5.0, start_timeout_s=HANG_S), tmp_path)
     with pytest.raises(StoreLostError, match=r"owns its memory has ended with code 3.*owner.log(?s:.*)code -600"):
         service.start()
     with pytest.raises(StoreLostError, match="does not run"):

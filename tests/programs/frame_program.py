@@ -34,7 +34,9 @@ def work(run: FrameRun, ctx: ProgramContext) -> dict[str, Any]:
         time.sleep(60)
     if run.task == "user_error":
         raise ConfigError("taps: expected at most 8, found 9. Use fewer.")
-    if run.task == "wait":
+    if run.task == "meet and wait":
+        _sum_of_ranks()
+    if run.task in ("wait", "meet and wait"):
         _wait_for_interrupt(run, ctx)
     if run.task == "steps":
         _step_for_ever(ctx)

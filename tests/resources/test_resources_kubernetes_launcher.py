@@ -9,23 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from coverings import long_but_for
 from fake_kubernetes import TRAINJOBS
 from kubernetes_harness import KubernetesHarness
 from kubernetes_toys import kubernetes_bench
-from launcher_contract import TOYS, SchedulerContract, play, wait_until_up
+from launcher_contract import IN_GATE, TOYS, SchedulerContract, play, wait_until_up
 from waiting import wait_until
 
 from resources.torch_job import JobState, TorchJob
 
-pytestmark = pytest.mark.cluster  # not for what it needs, but for what it costs: real ranks, twenty times
+pytestmark = pytest.mark.cluster  # not for what it needs, but for what it costs: real ranks
 
 
+@long_but_for(*IN_GATE)
 class TestKubernetes(SchedulerContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Iterator[KubernetesHarness]:
         with KubernetesHarness(tmp_path).running() as harness:
             yield harness
 
+    @pytest.mark.long
     def test_a_job_that_kueue_suspends_goes_on_as_the_same_job(self, harness: KubernetesHarness):
         def take_the_place_away() -> None:
             wait_until_up(harness)
@@ -46,6 +49,7 @@ class TestKubernetes(SchedulerContract):
         assert any("suspended by Kueue; it waits in the queue research" in line for line in played.lines)
         self.expect_nothing_left(harness)
 
+    @pytest.mark.long
     def test_a_train_job_that_someone_deletes_stays_cancelled(self, harness: KubernetesHarness):
         def delete() -> None:
             wait_until_up(harness)

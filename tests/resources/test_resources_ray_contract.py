@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launcher_contract import SchedulerContract
+from coverings import long_but_for
+from launcher_contract import IN_GATE, SchedulerContract
 from ray_cluster import RayCluster
 from ray_harness import RayHarness
 
@@ -19,6 +20,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 @pytest.mark.ray
+@long_but_for(*IN_GATE)
 class TestRay(SchedulerContract):
     @pytest.fixture
     def harness(self, cluster: RayCluster, tmp_path: Path) -> RayHarness:

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launcher_contract import SchedulerContract
+from coverings import long_but_for
+from launcher_contract import IN_GATE, SchedulerContract
 from slurm_cluster import SlurmCluster
 from slurm_harness import COMMANDS, SlurmHarness
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
+@long_but_for(*IN_GATE)
 class TestSlurm(SchedulerContract):
     @pytest.fixture
     def harness(self, slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmHarness]:

@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import yaml
+from coverings import gate_or_long
 from slurm_cluster import SlurmCluster
 from waiting import wait_until
 
@@ -24,6 +26,7 @@ from resources.torch_job import JobState, RunDir, TorchJob
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 RANKS = 2
+GRACE_S = 60.0
 PROGRAMS = str(Path(__file__).parents[1] / "programs")
 
 
@@ -34,7 +37,7 @@ def cluster(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
 
 
 def make_scheduler(cluster: SlurmCluster, **settings) -> SlurmScheduler:
-    return SlurmScheduler(SlurmLauncherSpec(**{"grace_s": 10, "commands": str(cluster.commands), **settings}))
+    return SlurmScheduler(SlurmLauncherSpec(**{"grace_s": GRACE_S, "commands": str(cluster.commands), **settings}))
 
 
 def make_request(folder: Path, task: str, nodes: int = 1, procs: int | None = None, **more) -> JobRequest:
@@ -79,7 +82,7 @@ def read_failures(request: JobRequest) -> list[RankFailure]:
     return [each for each in found if each is not None]
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", gate_or_long([1, 2], [2]))
 def test_ranks_of_all_nodes_work_together(nodes: int, tmp_path: Path, cluster: SlurmCluster) -> None:
     scheduler, request = make_scheduler(cluster), make_request(tmp_path, "sum", nodes)
     id = scheduler.create(request)
@@ -92,7 +95,7 @@ def test_ranks_of_all_nodes_work_together(nodes: int, tmp_path: Path, cluster: S
     assert scheduler.list() == []
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", gate_or_long([1, 2], [2]))
 def test_a_failing_rank_ends_the_job_with_its_own_message(nodes: int, tmp_path: Path, cluster: SlurmCluster) -> None:
     scheduler, request = make_scheduler(cluster, grace_s=3), make_request(tmp_path, "crash", nodes)
     ended = wait_for_end(scheduler, scheduler.create(request))
@@ -102,14 +105,13 @@ def test_a_failing_rank_ends_the_job_with_its_own_message(nodes: int, tmp_path: 
     assert first.rank == RANKS - 1
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("by", ["us", "scancel"])
+@pytest.mark.parametrize(("by", "nodes"), gate_or_long(product(["us", "scancel"], [1, 2]), [("scancel", 2)]))
 def test_a_cancelled_job_saves_first(nodes: int, by: str, tmp_path: Path, cluster: SlurmCluster) -> None:
     scheduler, request = make_scheduler(cluster), make_request(tmp_path, "wait", nodes)
     id = scheduler.create(request)
     wait_for_ranks(scheduler, id, request, RANKS)
     if by == "us":
-        scheduler.end(id, 10)
+        scheduler.end(id, GRACE_S)
     else:
         cluster.ask("scancel", id)
     ended = wait_for_end(scheduler, id)
@@ -117,7 +119,7 @@ def test_a_cancelled_job_saves_first(nodes: int, by: str, tmp_path: Path, cluste
     assert len(list(tmp_path.glob("saved-*"))) == RANKS, request.files.log.read_text()
     assert all(failure.interrupted for failure in read_failures(request))
     assert scheduler.list() == []
-    scheduler.end(id, 10)  # once more does nothing
+    scheduler.end(id, GRACE_S)  # once more does nothing
 
 
 def test_a_stuck_rank_is_killed_after_the_grace(tmp_path: Path, cluster: SlurmCluster) -> None:
@@ -129,6 +131,22 @@ def test_a_stuck_rank_is_killed_after_the_grace(tmp_path: Path, cluster: SlurmCl
     assert cluster.nodes_are("idle")
 
 
+def test_a_lost_node_is_told_and_the_next_job_begins_without_it(tmp_path: Path, cluster: SlurmCluster) -> None:
+    scheduler, request = make_scheduler(cluster, grace_s=3), make_request(tmp_path / "first", "wait", nodes=2)
+    id = scheduler.create(request)
+    wait_for_ranks(scheduler, id, request, RANKS)
+    try:
+        cluster.lose_node("n2")
+        ended = wait_for_end(scheduler, id)
+        assert (ended.state, ended.lost) == (JobState.FAILED, True), request.files.log.read_text()
+        again = make_request(tmp_path / "second", "sum", nodes=2, min_nodes=1)
+        assert wait_for_end(scheduler, scheduler.create(again)).state is JobState.SUCCEEDED, again.files.log.read_text()
+        assert '"ranks": 1' in again.files.log.read_text()
+    finally:
+        cluster.start_node("n2")
+
+
+@pytest.mark.long
 def test_preemption_lets_a_job_save(tmp_path: Path, cluster: SlurmCluster) -> None:
     scheduler, request = make_scheduler(cluster, cpus_per_node=8), make_request(tmp_path, "wait", nodes=2)
     id = scheduler.create(request)
@@ -176,7 +194,7 @@ def test_a_job_that_would_wait_for_ever_is_a_failure(tmp_path: Path, cluster: Sl
         assert waiting is not None
         assert waiting.state is JobState.PENDING
         wait_until(lambda: (seen := scheduler.look(id)) is not None and seen.reason == "PartitionDown")
-        scheduler.end(id, 10)
+        scheduler.end(id, GRACE_S)
         assert scheduler.look(id).state is JobState.CANCELLED
     finally:
         cluster.ask("scontrol", "update", "partition=short", "state=up")
@@ -196,7 +214,7 @@ def test_a_folder_that_nodes_do_not_see_is_named(tmp_path: Path, cluster: SlurmC
 
 
 def test_an_unreachable_controller_is_an_error_and_jobs_go_on(tmp_path: Path, cluster: SlurmCluster) -> None:
-    scheduler, request = make_scheduler(cluster), make_request(tmp_path, "sum")
+    scheduler, request = make_scheduler(cluster), make_request(tmp_path, "sum", procs=1)
     id = scheduler.create(request)
     cluster.stop_controller()
     try:
@@ -261,7 +279,7 @@ def test_copies_are_one_array_of_which_a_dead_one_starts_again(tmp_path: Path, c
     found = scheduler.find(request.name)
     assert found is not None
     assert (found.id, found.state) == (id, JobState.RUNNING)
-    scheduler.end(id, 10)
+    scheduler.end(id, GRACE_S)
     ended = scheduler.look(id)
     assert ended is not None
     assert ended.state.is_final

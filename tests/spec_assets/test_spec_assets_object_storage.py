@@ -16,7 +16,7 @@ from s3_server import BUCKET, S3Server, set_keys
 
 from draftworks.storage.artifacts import ArtifactStore
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 MADE_OF_FEATURES = ("training_features", "heldout_eval_features", "eagle3_draft", "eagle3_report", "eagle3_export")
 
 
@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 def write_deployment(site: Any, server: S3Server, user: str = "WRITER") -> None:
     set_keys(os.environ)
-    access = server.access(user, retry_s=20).model_dump(exclude_defaults=True)
+    access = server.access(user).model_dump(exclude_defaults=True)
     deployment = {
         "features": {"kind": "s3", "url": f"s3://{BUCKET}/features", "cache_gb": 1},
         "publish": {"url": f"s3://{BUCKET}/published"},

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,10 @@ import dagster as dg
 import pytest
 import torch
 import yaml
+from coverings import gate_or_long
 from safetensors.torch import load_file
 from slurm_cluster import SlurmCluster
-from waiting import wait_for, wait_until
+from waiting import meanwhile, wait_for, wait_until
 
 from draftworks.config.launchers import SlurmLauncherSpec
 from draftworks.config.run_files import CaptureRun, TrainRun
@@ -31,7 +30,8 @@ from resources.scheduler_launcher import SchedulerLauncher
 from resources.slurm_scheduler import SlurmScheduler
 from resources.torch_job import JobIdentity, JobState, RunDir, TorchJob
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+# The first of them makes `finished` too: on a busy machine that alone takes minutes.
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 WEIGHTS = "model.safetensors"
 
 
@@ -108,6 +108,7 @@ def read_features(site: Any) -> dict[str, dict[str, torch.Tensor]]:
         store.close()
 
 
+@pytest.mark.long
 def test_workers_are_an_array_and_a_killed_one_changes_no_byte(finished: Any, cluster: SlurmCluster, tmp_path: Path):
     """The first job waits until a copy was killed and has begun again, so that copies do the work that is then compared."""
     site = finished.site.copy(tmp_path / "site")
@@ -120,25 +121,21 @@ def test_workers_are_an_array_and_a_killed_one_changes_no_byte(finished: Any, cl
 
     def kill_one() -> None:
         folder = site.var / "runs"
-        while not (ranks := list(folder.glob("*/training_features/capture-workers/*/ranks/copy1/*/attempt_0"))):
-            time.sleep(0.05)
+        pattern = "*/training_features/capture-workers/*/ranks/copy1/*/attempt_0"
+        ranks = wait_for(lambda: next(iter(folder.glob(pattern)), None), "a copy's rank")
         cluster.kill_ranks(copy=1)
-        while ranks[0].exists():  # put away by the next start
-            time.sleep(0.05)
+        wait_until(lambda: not ranks.exists(), "that the next start puts the files of the one before away")
         begin.touch()
 
-    thread = threading.Thread(target=kill_one, daemon=True)
-    thread.start()
     job = site.definitions().resolve_job_def("prepare")
     assets = ("target_model", "dataset", "recipe", "conversations", "responses", "tokenized_train", "training_features")
-    with dg.DagsterInstance.ephemeral() as instance:
+    with meanwhile(kill_one), dg.DagsterInstance.ephemeral() as instance:
         result = job.execute_in_process(
             partition_key="small",
             asset_selection=[dg.AssetKey(each) for each in assets],
             instance=instance,
             raise_on_error=False,
         )
-    thread.join(1)
     assert result.success, [event.message for event in result.all_events if event.is_failure]
     for asset in ("responses", "training_features"):
         here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished.site))
@@ -155,7 +152,7 @@ def test_workers_are_an_array_and_a_killed_one_changes_no_byte(finished: Any, cl
     assert not list((site.var / "workers").rglob("figures.json"))
 
 
-@pytest.mark.parametrize("shard_within", ["job", "node"])
+@pytest.mark.parametrize("shard_within", gate_or_long(["job", "node"], ["node"]))
 def test_two_nodes_train_what_one_does(finished: Any, shard_within: str, cluster: SlurmCluster, tmp_path: Path):
     run = write_run(finished, tmp_path / "out", shard_within=shard_within)
     scheduler, id, files = start(cluster, run, tmp_path, nodes=2)
@@ -166,6 +163,7 @@ def test_two_nodes_train_what_one_does(finished: Any, shard_within: str, cluster
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster: SlurmCluster, tmp_path: Path):
     run = write_run(finished, tmp_path / "out", epochs=16.0, save_every=10, log_every=5)
     run.out.mkdir()
@@ -182,17 +180,13 @@ def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster:
         return dg.MaterializeResult()
 
     def lose_a_node() -> None:
-        while not CheckpointFolder(run.checkpoints, run.run_id).steps():
-            time.sleep(0.1)
+        wait_until(CheckpointFolder(run.checkpoints, run.run_id).steps, "a checkpoint")
         cluster.lose_node("n2")
 
-    thread = threading.Thread(target=lose_a_node, daemon=True)
-    thread.start()
     try:
-        with dg.DagsterInstance.ephemeral() as instance:
+        with meanwhile(lose_a_node), dg.DagsterInstance.ephemeral() as instance:
             dg.materialize([draft], instance=instance)
     finally:
-        thread.join(1)
         cluster.start_node("n2")
     (done,) = reports
     assert done.metadata["submissions"] == 2
@@ -201,6 +195,7 @@ def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster:
     assert second.start_step > 0
 
 
+@pytest.mark.long
 def test_a_cancelled_training_leaves_a_checkpoint_and_goes_on(finished: Any, cluster: SlurmCluster, tmp_path: Path):
     run = write_run(finished, tmp_path / "out", epochs=2000.0, save_every=0, log_every=1)
     scheduler, id, files = start(cluster, run, tmp_path / "first", nodes=1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import combinations, product
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import pytest
 
 Parameter = type(pytest.param())
+Contract = TypeVar("Contract", bound=type)
 
 
 def gate_or_long(cases: Iterable[Any], gate: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
@@ -25,6 +27,22 @@ def gate_or_long(cases: Iterable[Any], gate: Collection[Any] | Callable[[Any], b
     if not any(kept):
         raise ValueError("no case is left in the gate: a product is represented by some of its cases")
     return [each if keep else _for_long(each) for each, keep in zip(parameters, kept, strict=True)]
+
+
+def long_but_for(*gate: str) -> Callable[[Contract], Contract]:
+    """Class decorator: of the tests that a class inherits, all but those of these names are for `make test-long`.
+
+    For a contract that is asked in full of what is cheap, and in part of a real server.
+    """
+
+    def mark(contract: Contract) -> Contract:
+        inherited = {name for name in dir(contract) if name.startswith("test_") and name not in vars(contract)}
+        assert inherited >= set(gate), f"{contract.__name__} inherits no {sorted(set(gate) - inherited)}"
+        for name in inherited - set(gate):
+            setattr(contract, name, pytest.mark.long(_copy(getattr(contract, name))))
+        return contract
+
+    return mark
 
 
 def cover(cells: Iterable[Any], questions: Callable[[Any], Iterable[Hashable]]) -> list[Any]:
@@ -48,6 +66,15 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     places = product(*(range(len(axis)) for axis in axes))
     found = cover(places, lambda cell: combinations(enumerate(cell), 2))
     return [tuple(axis[i] for axis, i in zip(axes, cell, strict=True)) for cell in found]
+
+
+def _copy(test: FunctionType) -> FunctionType:
+    """A mark belongs to a function, and other classes inherit the same one."""
+    copy = FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
+    copy.__qualname__, copy.__doc__, copy.__kwdefaults__ = test.__qualname__, test.__doc__, test.__kwdefaults__
+    copy.__annotations__ = test.__annotations__
+    vars(copy).update(vars(test))
+    return copy
 
 
 def _as_parameter(case: Any) -> Any:

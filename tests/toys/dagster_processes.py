@@ -22,7 +22,7 @@ from waiting import HANG_S
 
 CODE, WEBSERVER, DAEMON = "code", "webserver", "daemon"
 VARIABLE = re.compile(r"\$\{(\w+)\}")
-STOP_S = 60.0
+STOP_S = 300.0
 DEFINITIONS = "spec_assets/definitions.py"
 LAUNCH = """
 mutation Launch($params: ExecutionParams!) {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from uuid import uuid4
 import psutil
 import yaml
 from fake_kubernetes import PODS, RUNTIMES, TRAINJOBS, FakeKubernetes, Object, now, serve
+from ports import reserve_port
 
 from resources.process_tree import MARK, ProcessTree, is_alive
 
@@ -298,9 +298,7 @@ class FakeCluster(FakeKubernetes):
 
     def _find_port(self, job: str) -> int:
         if job not in self._ports:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._ports[job] = probe.getsockname()[1]
+            self._ports[job] = reserve_port()
         return self._ports[job]
 
     @staticmethod

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ports import reserve_port
-from waiting import wait_until
+from waiting import HANG_S, wait_until
 
 from draftworks.config.object_storage import BucketAccess
 from draftworks.storage.object_store import ObjectStorageError, ObjectStore
@@ -47,7 +47,7 @@ class S3Server:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def access(self, user: str = "WRITER", retry_s: float = 30.0) -> BucketAccess:
+    def access(self, user: str = "WRITER", retry_s: float = HANG_S) -> BucketAccess:
         return BucketAccess(
             endpoint=self.endpoint,
             access_key_env=f"{user}_KEY",
@@ -56,7 +56,7 @@ class S3Server:
         )
 
     def connect(
-        self, prefix: str = "", user: str = "WRITER", bucket: str = BUCKET, retry_s: float = 30.0
+        self, prefix: str = "", user: str = "WRITER", bucket: str = BUCKET, retry_s: float = HANG_S
     ) -> ObjectStore:
         set_keys(os.environ)
         return ObjectStore.open(f"s3://{bucket}/{prefix}", self.access(user, retry_s))
@@ -84,7 +84,7 @@ class S3Server:
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.folder
             )
         wait_until(self._answers, self._read_log, possible=self._is_running)
-        objects = self.connect()
+        objects = self.connect(retry_s=5.0)
         wait_until(lambda: _is_writable(objects), self._read_log, possible=self._is_running)
 
     def kill(self) -> None:

@@ -25,8 +25,6 @@ from draftworks.distributed.parent_death import build_shim_command
 
 UNPACKED = Path(__file__).resolve().parents[2] / ".cluster" / "root"
 NODES = ("n1", "n2")
-START_S = 120.0
-"""Seconds that the daemons have to come up, on a busy machine."""
 MARK = "DRAFTWORKS_SLURM_DAEMON"
 """Environment variable of a daemon, and of the step managers that it starts: which daemon of which cluster it is."""
 
@@ -56,15 +54,15 @@ JobCompType=jobcomp/none
 ReturnToService=2
 SchedulerParameters=sched_min_interval=100000,sched_interval=2,bf_interval=2,batch_sched_delay=0
 SlurmdTimeout=6
-KillWait=20
+KillWait=30
 MessageTimeout=10
 EnforcePartLimits=ALL
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}
-PartitionName=gpu Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=gpu Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
-PartitionName=short Nodes={names} MaxTime=1 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=short Nodes={names} MaxTime=1 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 """
 NODE = (
     "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=8 Boards=1 SocketsPerBoard=1"
@@ -175,7 +173,7 @@ class SlurmCluster:
         with suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
             subprocess.run(
                 [self.commands / "scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}"],
-                timeout=20,
+                timeout=60,
                 capture_output=True,
             )
         left = [process for each in find_daemons(f"{self.folder}:") for process in _tree(each)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -14,8 +12,9 @@ from typing import Any
 
 import psutil
 from forked_ranks import ForkedRanks
+from ports import reserve_port
 from stream_toys import StreamFiles
-from waiting import HANG_S, wait_until
+from waiting import HANG_S, meanwhile, wait_until
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import MemoryRun, RunFile, StoreSpec, StreamPlace
@@ -57,8 +56,7 @@ class StreamCast:
     _count: int = 0
 
     def __post_init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._control = f"127.0.0.1:{free.getsockname()[1]}"
+        self._control = f"127.0.0.1:{reserve_port()}"
         secret = self.files.folder / "control.token"
         secret.write_text("a secret of the tests only")
         self.place = StreamPlace(
@@ -74,17 +72,15 @@ class StreamCast:
 
     def train(self, kills: Sequence[Kill] = ()) -> dict[str, Any]:
         """Run to the end; return the draft's config. Everything is ended then, and the store was empty."""
-        killer = threading.Thread(target=self._kill_in_turn, args=(kills,), daemon=True)
         try:
             for name in (*SERVING, "produce", "train"):
                 self._start(name)
-            killer.start()
-            wait_until(self._look, self._read_logs)
+            with meanwhile(lambda: self._kill_in_turn(kills)):
+                wait_until(self._look, self._read_logs)
             self._require_empty_store()
         finally:
             for name in ("train", "produce", *SERVING):
                 self._end(name)
-        killer.join(timeout=5)
         return json.loads((self.files.folder / "cast" / "config.json").read_text())
 
     def _look(self) -> bool:
@@ -138,11 +134,9 @@ class StreamCast:
         with closing(SQLiteMetadataStore(self.database)) as store:
             progress = DataFlowController("draft", store).read_progress
             for each in kills:
-                while progress().acked_step < each.step:
-                    time.sleep(0.01)
+                wait_until(lambda step=each.step: progress().acked_step >= step)
                 time.sleep(each.pause_s)
-                while not self._kill(each.name):
-                    time.sleep(0.02)
+                wait_until(lambda name=each.name: self._kill(name))
                 self.killed.append(each.name)
 
     def _kill(self, name: str) -> bool:

@@ -18,13 +18,14 @@ from typing import Any
 import dagster as dg
 import psutil
 import yaml
-from launcher_contract import SHOWN_AGAIN_S
 from toy_scheduler import ToyScheduler, offer_toy
 from waiting import wait_until
 
 from resources.job_claims import JobClaim
 
 TOYS = Path(__file__).parent
+SHOWN_AGAIN_S = 2.0
+"""More than the last messages before the death of a reader, which its successor shows again."""
 ROOT = TOYS.parents[1]
 LOCATION = """
 from pathlib import Path

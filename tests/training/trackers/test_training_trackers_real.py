@@ -41,8 +41,13 @@ def read_wandb_records(content: bytes) -> Iterator[bytes]:
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    report_two_sessions({"wandb": {"project": "drafts"}}, tmp_path)
+    import wandb
     from wandb.proto import wandb_internal_pb2
+
+    try:
+        report_two_sessions({"wandb": {"project": "drafts"}}, tmp_path)
+    finally:
+        wandb.teardown()  # as at the end of a program: its own process, which writes the files, has ended
 
     steps: dict[str, list[int]] = {}
     runs = []
