@@ -45,7 +45,7 @@ pytest_plugins = ["leftovers_check"]
 pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_contract")
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = frozenset({"finished", "tiny_sglang"})
+SHARED = frozenset({"finished", "tiny_sglang", "sglang_judge"})
 """Costly fixtures of a whole session."""
 
 
