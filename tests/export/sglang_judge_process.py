@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ class SGLangJudge:
         asked = {"judge": judge, "folders": [str(folder) for folder in folders], "work": str(work)}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # then it has ended, see below
+            print(json.dumps(asked), file=self.process.stdin, flush=True)
         code = self.process.stdout.readline().strip()
         assert code, f"the judge has ended: {(self.work / 'judge.log').read_text()[-TAIL:]}"
         assert code == "0", (work / "judge.log").read_text()[-TAIL:]
