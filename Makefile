@@ -2,7 +2,7 @@
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need real libraries or servers of others
-# make test-long   what takes minutes and is not in CI: repeated random kills, a million references
+# make test-long   what takes minutes and is not in CI: repeated random kills, a million references; also of test-sglang
 # make test-defects       plants defects that users would suffer in a copy, and says which tests notice; resumable, not in CI
 # make test-loaded   what waits for processes and time-outs, five times in a row beside eight busy processes; not in CI
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
@@ -37,6 +37,8 @@ MOONCAKE := .venv-mooncake
 CLUSTER := .cluster
 RAY := .venv-ray
 TRACKERS := .venv-trackers
+# Collecting their rooms would take longer than all that these files import.
+SGLANG_TESTS = $$(grep -rl --include='test_*.py' 'mark\.sglang' tests)
 MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
 MOONCAKE_LIBRARIES = $(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH
 export DAGSTER_HOME := $(CURDIR)/.dagster
@@ -44,7 +46,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo demo-streamed ui test test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-long-sglang test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -66,6 +68,7 @@ test: $(VENV)/ready .dagster/ready
 
 test-long: $(VENV)/ready
 	$(BIN)/python -m pytest --timeout 3600 --hypothesis-profile long -m '(long or hypothesis) and not mooncake and not sglang and not cluster and not ray'
+	$(MAKE) test-long-sglang
 
 # What was noticed before is not asked again while the defect is the same: remove the file of verdicts after tests were cut.
 test-defects: $(VENV)/ready
@@ -93,8 +96,12 @@ specforge-env: $(SPECFORGE)/ready
 
 # In the last test SGLang's hook puts into a real Mooncake.
 test-sglang: $(VENV)/ready $(SGLANG)/ready $(MOONCAKE)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'sglang and not mooncake' tests/capture tests/export tests/production tests/programs tests/runtime tests/spec_assets
-	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest -m 'sglang and mooncake' tests/capture/engines
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'sglang and not mooncake and not long' $(SGLANG_TESTS)
+	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest -m 'sglang and mooncake' $$(grep -l 'mark\.mooncake' $(SGLANG_TESTS))
+
+# What is more of the same: kills, two ranks, other families of targets. It is part of test-long.
+test-long-sglang: $(VENV)/ready $(SGLANG)/ready
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'sglang and long' $(SGLANG_TESTS)
 
 sglang-env: $(SGLANG)/ready
 
