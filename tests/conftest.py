@@ -66,7 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     modules with slow tests.
     """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (SHARED.isdisjoint(getattr(item, "fixturenames", ())), item.path not in slow))
+    shared = {item.path for item in items if not SHARED.isdisjoint(getattr(item, "fixturenames", ()))}
+    # Modules stay whole: a fixture of one that was left would be made again.
+    items.sort(key=lambda item: (item.path not in shared, item.path not in slow))
 
 
 @pytest.hookimpl(optionalhook=True)
