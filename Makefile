@@ -97,8 +97,8 @@ specforge-env: $(SPECFORGE)/ready
 
 # In the last test SGLang's hook puts into a real Mooncake.
 test-sglang: $(VENV)/ready $(SGLANG)/ready $(MOONCAKE)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'sglang and not mooncake' tests/capture tests/export tests/production tests/programs tests/runtime tests/spec_assets
-	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest -m 'sglang and mooncake' tests/capture/engines
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'sglang and not mooncake and not long' $(call marked,sglang)
+	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest -m 'sglang and mooncake' $$(grep -l 'mark\.mooncake' $(call marked,sglang))
 
 sglang-env: $(SGLANG)/ready
 

@@ -45,7 +45,7 @@ pytest_plugins = ["leftovers_check"]
 pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_contract")
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = frozenset({"finished", "tiny_sglang"})
+SHARED = frozenset({"finished", "tiny_sglang", "sglang_judge"})
 """Costly fixtures of a whole session."""
 
 
@@ -66,7 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     modules with slow tests.
     """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (SHARED.isdisjoint(getattr(item, "fixturenames", ())), item.path not in slow))
+    shared = {item.path for item in items if not SHARED.isdisjoint(getattr(item, "fixturenames", ()))}
+    # Modules stay whole: a fixture of one that was left would be made again.
+    items.sort(key=lambda item: (item.path not in shared, item.path not in slow))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,13 +1,14 @@
-"""The embedded target's tensors, inputs of a proposal, and the real speculators library to judge exports."""
+"""The embedded target's tensors, inputs of a proposal, and the real speculators library and SGLang to judge exports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from sglang_judge_process import SGLangJudge, running_judge
 from speculators_judge import Case, Findings, Question, judge
 
 from draftworks.export.readers.reader import TargetTensors
@@ -49,3 +50,11 @@ def speculators_judge(
         return judge(speculators_python, cases, tmp_path_factory.mktemp("speculators"))
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def sglang_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangJudge]:
+    """SGLang's own code, imported once for all that ask it."""
+    python = ROOT / ".venv-sglang" / "bin" / "python"
+    with running_judge(python, tmp_path_factory.mktemp("sglang-judge")) as judge:
+        yield judge

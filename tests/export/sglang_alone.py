@@ -83,7 +83,7 @@ def load_export(model: nn.Module, folder: Path) -> nn.Module:
     return model.eval()
 
 
-def alone_on_a_cpu(folder: str) -> None:
+def alone_on_a_cpu(folder: Path) -> None:
     """Sets up the process state that SGLang's layers need."""
     get_context().override_server_args(device="cpu").install()
     meeting = f"file://{folder}/meeting"

@@ -1,12 +1,11 @@
-"""Builds SGLang's configuration of exported drafts: `sglang_config_judge.py FOLDER …`, under SGLang's own Python.
+"""Builds SGLang's configuration of exported drafts: a judge of sglang_judge.py, under SGLang's own Python.
 
-Prints a JSON list: for each folder what the class that its server builds for a draft model says, or {"refused": reason}.
+Returns for each folder what the class that its server builds for a draft model says, or {"refused": reason}.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -32,5 +31,5 @@ def read(folder: str) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    print(json.dumps([read(folder) for folder in sys.argv[1:]]))
+def judge(folders: list[Path], work: Path) -> list[dict[str, Any]]:
+    return [read(str(folder)) for folder in folders]

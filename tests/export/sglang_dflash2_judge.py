@@ -1,23 +1,17 @@
-"""Runs SGLang's model on exported DFlash 2 drafts: `sglang_dflash2_judge.py FOLDER …`, under SGLang's own Python.
+"""Runs SGLang's model on exported DFlash 2 drafts: a judge of sglang_judge.py, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with `embedding`, `head`, and for every question i `features.{i}` (n, taps · H),
 `anchor.{i}` (1,) and `uniforms.{i}` (places,). SGLang's model loads the files, turns the features into keys and values, and
 runs the block with its convolutions; its selector takes the best path, and one that the numbers draw at temperature 0.7. Only
-attention is not SGLang's: on a CPU it has no kernel that goes without a server. Prints for every folder, as JSON, `tokens`,
+attention is not SGLang's: on a CPU it has no kernel that goes without a server. Returns for every folder `tokens`,
 `drawn` and `q` (places, candidates) for every question, and `unset`, the parameters that no file gave a value.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the same without a compiler
 
 import torch
 from safetensors.torch import load_file
@@ -61,7 +55,6 @@ def judged(folder: Path) -> dict[str, Any]:
     return {"unset": unset, "answers": [said(model, asked, question) for question in questions]}
 
 
-if __name__ == "__main__":
-    with torch.no_grad(), tempfile.TemporaryDirectory() as work:
-        alone_on_a_cpu(work)
-        print(json.dumps([judged(Path(folder)) for folder in sys.argv[1:]]))
+def judge(folders: list[Path], work: Path) -> list[dict[str, Any]]:
+    alone_on_a_cpu(work)
+    return [judged(folder) for folder in folders]

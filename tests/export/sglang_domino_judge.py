@@ -1,16 +1,13 @@
-"""Runs SGLang's code on exported Domino drafts: `sglang_domino_judge.py FOLDER …`, under SGLang's own Python.
+"""Runs SGLang's code on exported Domino drafts: a judge of sglang_judge.py, under SGLang's own Python.
 
-Beside each FOLDER lies FOLDER.safetensors with `rows` (n, block, H), `anchors` (n,), `embedding` and `head`. Prints the proposals
-for every folder as JSON.
+Beside each FOLDER lies FOLDER.safetensors with `rows` (n, block, H), `anchors` (n,), `embedding` and `head`. Returns the proposals
+for every folder.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.speculative.domino_utils import domino_greedy_rollout
@@ -43,6 +40,5 @@ def proposals(folder: Path) -> list[list[int]]:
     return tokens.tolist()
 
 
-if __name__ == "__main__":
-    with torch.no_grad():
-        print(json.dumps([proposals(Path(folder)) for folder in sys.argv[1:]]))
+def judge(folders: list[Path], work: Path) -> list[list[list[int]]]:
+    return [proposals(folder) for folder in folders]

@@ -1,22 +1,16 @@
-"""Runs SGLang's model on exported DSpark drafts: `sglang_dspark_judge.py FOLDER …`, under SGLang's own Python.
+"""Runs SGLang's model on exported DSpark drafts: a judge of sglang_judge.py, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with `embedding`, `head`, and for every question i `features.{i}` (n, taps · H) and
 `anchor.{i}` (1,). SGLang's model loads the files, turns the features into keys and values, and runs the block; its sampler says the
-tokens. Only attention is not SGLang's: on a CPU it has no kernel that goes without a server. Prints for every folder, as JSON,
+tokens. Only attention is not SGLang's: on a CPU it has no kernel that goes without a server. Returns for every folder
 `tokens` and `confidence` for every question, and `unset`, the parameters that no file gave a value.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"  # read by SGLang, which by default leaves confidences out
 
 import torch
 from safetensors.torch import load_file
@@ -82,7 +76,6 @@ def judged(folder: Path) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    with torch.no_grad(), tempfile.TemporaryDirectory() as work:
-        alone_on_a_cpu(work)
-        print(json.dumps([judged(Path(folder)) for folder in sys.argv[1:]]))
+def judge(folders: list[Path], work: Path) -> list[dict[str, Any]]:
+    alone_on_a_cpu(work)
+    return [judged(folder) for folder in folders]

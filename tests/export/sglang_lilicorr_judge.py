@@ -1,21 +1,15 @@
-"""Runs SGLang's model on exported LiLiCorr drafts: `sglang_lilicorr_judge.py FOLDER …`, under SGLang's own Python.
+"""Runs SGLang's model on exported LiLiCorr drafts: a judge of sglang_judge.py, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with the questions of `tests/toys/sglang_questions.py`. SGLang's model loads the
 files and runs the block, with its convolutions if it has them; its head takes the best path through the candidates. Only
-attention is not SGLang's: on a CPU it has no kernel that goes without a server. Prints for every folder, as JSON, `tokens`
+attention is not SGLang's: on a CPU it has no kernel that goes without a server. Returns for every folder `tokens`
 for every question, and `unset`, the parameters that no file gave a value.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
-
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the same without a compiler
 
 import torch
 from safetensors.torch import load_file
@@ -51,7 +45,6 @@ def judged(folder: Path) -> dict[str, Any]:
     return {"unset": unset, "tokens": [propose(model, asked, question) for question in questions]}
 
 
-if __name__ == "__main__":
-    with torch.no_grad(), tempfile.TemporaryDirectory() as work:
-        alone_on_a_cpu(work)
-        print(json.dumps([judged(Path(folder)) for folder in sys.argv[1:]]))
+def judge(folders: list[Path], work: Path) -> list[dict[str, Any]]:
+    alone_on_a_cpu(work)
+    return [judged(folder) for folder in folders]

@@ -1,23 +1,17 @@
-"""Runs SGLang's model on exported MTP layers: `sglang_mtp_judge.py FOLDER …`, under SGLang's own Python.
+"""Runs SGLang's model on exported MTP layers: a judge of sglang_judge.py, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with `embedding`, `head`, and for every question i `last.{i}` (n, H), `following.{i}`
 (n,) and `drawn.{i}` (k,). The class that SGLang's server takes for such a draft loads the files, and says a token's
 distribution k times, each after a drawn one more and fed the state that it said before. Only attention is not SGLang's: on a
-CPU it has no kernel that goes without a server. Prints for every folder, as JSON, `architecture`, `log_probabilities` (k, V)
+CPU it has no kernel that goes without a server. Returns for every folder `architecture`, `log_probabilities` (k, V)
 for every question, and `unset`, the parameters that no file gave a value.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"  # the output gate of Qwen's attention is written in Triton
 
 import torch
 from safetensors.torch import load_file
@@ -107,8 +101,7 @@ def judged(folder: Path) -> dict[str, Any]:
     return {"architecture": architecture, "log_probabilities": [said(model, asked, each) for each in questions]}
 
 
-if __name__ == "__main__":
-    with torch.no_grad(), tempfile.TemporaryDirectory() as work:
-        alone_on_a_cpu(work)
-        get_parallel().override_permanently(**dict.fromkeys(RANKS, 0))
-        print(json.dumps([judged(Path(folder)) for folder in sys.argv[1:]]))
+def judge(folders: list[Path], work: Path) -> list[dict[str, Any]]:
+    alone_on_a_cpu(work)
+    get_parallel().override_permanently(**dict.fromkeys(RANKS, 0))
+    return [judged(folder) for folder in folders]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from export_toys import FORMATS, HIDDEN, VOCAB, Toys
+from sglang_judge_process import SGLangJudge
 
 from draftworks.export.exporting import export_draft
 
-ROOT = Path(__file__).resolve().parents[2]
-JUDGE = Path(__file__).with_name("sglang_config_judge.py")
 ARCHITECTURES = {
     "sglang_eagle3": "LlamaForCausalLMEagle3",
     "zlab_dflash": "DFlashDraftModel",
@@ -26,19 +23,13 @@ LAYERS = {"sglang_eagle3": 1}
 """Of blocks two; see `export_toys`."""
 
 
-def judged(*folders: Path) -> list[dict[str, Any]]:
-    python = ROOT / ".venv-sglang" / "bin" / "python"
-    done = subprocess.run([python, JUDGE, *folders], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.sglang
-def test_the_server_reads_every_export_as_the_draft_is(tmp_path: Path):
+def test_the_server_reads_every_export_as_the_draft_is(sglang_judge: SGLangJudge, tmp_path: Path):
     toys = Toys.make(tmp_path)
     for name in ARCHITECTURES:
         export_draft(toys.draft(FORMATS[name], name=f"draft-{name}"), name, tmp_path / name, "bfloat16")
-    found = dict(zip(ARCHITECTURES, judged(*(tmp_path / name for name in ARCHITECTURES)), strict=True))
+    said = sglang_judge.ask("config", [tmp_path / name for name in ARCHITECTURES])
+    found = dict(zip(ARCHITECTURES, said, strict=True))
     for name, architecture in ARCHITECTURES.items():
         assert found[name] == {
             "architecture": architecture,
@@ -54,7 +45,7 @@ def test_the_server_reads_every_export_as_the_draft_is(tmp_path: Path):
 
 
 @pytest.mark.sglang
-def test_what_no_server_loads_is_refused_by_its_class_too(tmp_path: Path):
+def test_what_no_server_loads_is_refused_by_its_class_too(sglang_judge: SGLangJudge, tmp_path: Path):
     """Shows that the judge does not accept every configuration."""
     toys = Toys.make(tmp_path)
     export_draft(toys.draft("eagle3"), "sglang_eagle3", tmp_path / "out", "bfloat16")
@@ -63,6 +54,6 @@ def test_what_no_server_loads_is_refused_by_its_class_too(tmp_path: Path):
     for name, change in spoilt.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({**sound, **change}))
-    architecture, kind = judged(*(tmp_path / name for name in spoilt))
+    architecture, kind = sglang_judge.ask("config", [tmp_path / name for name in spoilt])
     assert "refused" in kind
     assert architecture.get("architecture") != "LlamaForCausalLMEagle3"  # it falls back to transformers' code

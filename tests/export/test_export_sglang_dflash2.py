@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from export_toys import Toys
+from sglang_judge_process import SGLangJudge
 from sglang_questions import Question, export_with_questions
 
 from draftworks.export.readers.reader import TargetTensors
@@ -18,8 +16,6 @@ from draftworks.export.same_logits import open_export
 
 pytestmark = pytest.mark.sglang
 
-ROOT = Path(__file__).resolve().parents[2]
-JUDGE = Path(__file__).with_name("sglang_dflash2_judge.py")
 CONTEXTS = (1, 2, 5, 9, 14, 20)
 TEMPERATURE = 0.7
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -38,16 +34,14 @@ class Answers:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def answers(sglang_judge: SGLangJudge, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     toys = Toys.make(tmp_path_factory.mktemp("sglang"))
     ours = {
         name: export_with_questions(toys, toys.strategy("dflash2", **options), "zlab_dflash2", name, CONTEXTS)
         for name, options in DRAFTS.items()
     }
-    command = [ROOT / ".venv-sglang" / "bin" / "python", JUDGE, *(toys.folder / name for name in DRAFTS)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return Answers(toys, ours, dict(zip(DRAFTS, json.loads(done.stdout.splitlines()[-1]), strict=True)))
+    theirs = sglang_judge.ask("dflash2", [toys.folder / name for name in DRAFTS])
+    return Answers(toys, ours, dict(zip(DRAFTS, theirs, strict=True)))
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from export_toys import HIDDEN, VOCAB, Toys
 from safetensors.torch import save_file
+from sglang_judge_process import SGLangJudge
 
 from draftworks.export.exporting import export_draft
 from draftworks.strategies.dflash.model import BlockStates
-
-ROOT = Path(__file__).resolve().parents[2]
-JUDGE = Path(__file__).with_name("sglang_domino_judge.py")
 
 
 def exported(toys: Toys, shift_label: bool) -> list[list[int]]:
@@ -35,11 +31,8 @@ def exported(toys: Toys, shift_label: bool) -> list[list[int]]:
 
 
 @pytest.mark.sglang
-def test_sglang_rolls_out_the_tokens_that_the_draft_proposes(tmp_path: Path):
+def test_sglang_rolls_out_the_tokens_that_the_draft_proposes(sglang_judge: SGLangJudge, tmp_path: Path):
     toys = Toys.make(tmp_path)
     ours = [exported(toys, shift_label) for shift_label in (True, False)]
-    python, folders = ROOT / ".venv-sglang" / "bin" / "python", [tmp_path / "shift-True", tmp_path / "shift-False"]
-    done = subprocess.run([python, JUDGE, *folders], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == ours
+    assert sglang_judge.ask("domino", [tmp_path / "shift-True", tmp_path / "shift-False"]) == ours
     assert all(len(set(map(tuple, said))) > 20 for said in ours)

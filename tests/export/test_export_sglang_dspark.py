@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from export_toys import HIDDEN, VOCAB, Toys
 from safetensors.torch import load_file, save_file
+from sglang_judge_process import SGLangJudge
 
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.export.canonical import CanonicalDraft
@@ -24,8 +23,6 @@ from draftworks.export.same_logits import open_export
 
 pytestmark = pytest.mark.sglang
 
-ROOT = Path(__file__).resolve().parents[2]
-JUDGE = Path(__file__).with_name("sglang_dspark_judge.py")
 CONTEXTS = (1, 2, 5, 9, 14, 20)
 DRAFTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -94,16 +91,13 @@ def write_silent_copy(source: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def answers(sglang_judge: SGLangJudge, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     toys = Toys.make(tmp_path_factory.mktemp("sglang"))
     ours = {name: exported(toys, name, options) for name, options in DRAFTS.items()}
     write_silent_copy(toys.folder / "vanilla", toys.folder / "silent")
     names = [*DRAFTS, "silent"]
-    command = [ROOT / ".venv-sglang" / "bin" / "python", JUDGE, *(toys.folder / name for name in names)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    theirs = dict(zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True))
-    return Answers(toys, ours, theirs)
+    theirs = sglang_judge.ask("dspark", [toys.folder / name for name in names])
+    return Answers(toys, ours, dict(zip(names, theirs, strict=True)))
 
 
 @pytest.mark.parametrize("name", DRAFTS)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from export_toys import Toys
+from sglang_judge_process import SGLangJudge
 from sglang_questions import export_with_questions
 
-ROOT = Path(__file__).resolve().parents[2]
-JUDGE = Path(__file__).with_name("sglang_lilicorr_judge.py")
 CONTEXTS = (1, 2, 3, 5, 8, 9, 14, 20, 21, 30)
 VARIANTS: dict[str, dict[str, Any]] = {
     "narrow": {"lattice_size": 6, "factor_dim": 5, "candidate_topk": 8, "block_size": 6},
@@ -22,16 +19,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.sglang
-def test_sglang_proposes_the_tokens_that_the_draft_does(tmp_path: Path):
+def test_sglang_proposes_the_tokens_that_the_draft_does(sglang_judge: SGLangJudge, tmp_path: Path):
     toys = Toys.make(tmp_path)
     ours = {}
     for name, options in VARIANTS.items():
         asked = export_with_questions(toys, toys.strategy("lilicorr", **options), "sglang_lilicorr", name, CONTEXTS)
         ours[name] = [question.tokens for question in asked]
-    python = ROOT / ".venv-sglang" / "bin" / "python"
-    done = subprocess.run([python, JUDGE, *(tmp_path / name for name in VARIANTS)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    theirs = dict(zip(VARIANTS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    said = sglang_judge.ask("lilicorr", [tmp_path / name for name in VARIANTS])
+    theirs = dict(zip(VARIANTS, said, strict=True))
     assert theirs == {name: {"unset": [], "tokens": tokens} for name, tokens in ours.items()}
     for tokens in ours.values():
         assert len(set(map(tuple, tokens))) > len(CONTEXTS) / 2

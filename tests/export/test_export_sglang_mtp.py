@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from mtp_toys import HIDDEN, VOCAB, save_tuned
 from safetensors.torch import save_file
+from sglang_judge_process import SGLangJudge
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
@@ -18,8 +18,6 @@ from draftworks.export.exporting import export_draft
 from draftworks.export.readers.reader import TargetTensors
 from draftworks.export.same_logits import open_export
 
-ROOT = Path(__file__).resolve().parents[2]
-JUDGE = Path(__file__).with_name("sglang_mtp_judge.py")
 ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLMMTP",
     "qwen3_5_text": "Qwen3_5ForCausalLMMTP",
@@ -56,13 +54,12 @@ def write_rope_beside(file: Path) -> None:
 
 
 @pytest.mark.sglang
-def test_sglang_computes_what_the_reader_of_the_files_does(mtp_target: Callable[[str], TargetFiles], tmp_path: Path):
+def test_sglang_computes_what_the_reader_of_the_files_does(
+    sglang_judge: SGLangJudge, mtp_target: Callable[[str], TargetFiles], tmp_path: Path
+):
     torch.set_num_threads(1)
     ours = {kind: exported(mtp_target(kind), tmp_path / kind) for kind in ARCHITECTURES}
-    python = ROOT / ".venv-sglang" / "bin" / "python"
-    done = subprocess.run([python, JUDGE, *(tmp_path / kind for kind in ours)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    theirs = dict(zip(ours, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    theirs = dict(zip(ours, sglang_judge.ask("mtp", [tmp_path / kind for kind in ours]), strict=True))
     assert {kind: found["architecture"] for kind, found in theirs.items()} == ARCHITECTURES
     found = [torch.tensor(rows) for kind in ours for rows in theirs[kind]["log_probabilities"]]
     expected = [rows.float() for answers in ours.values() for rows in answers]

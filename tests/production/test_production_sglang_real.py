@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,16 +12,18 @@ from observed_site import ObservedSite
 from ports import reserve_port
 from random_exports import sglang_eagle3
 from sglang_toys import SGLANG
+from waiting import HANG_S
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.export.names import DRAFT_FOLDER
+from draftworks.production.observer import Observation
 from draftworks.production.readings import split_windows
 from draftworks.sglang.client import GenerateRequest
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.sglang.speculating_client import SpeculatingClient
 from draftworks.sglang.speculation import Speculation
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 COMMAND = (
     f"python -m sglang.launch_server --model-path MODEL --speculative-algorithm EAGLE3 --speculative-draft-model-path "
@@ -27,42 +32,78 @@ COMMAND = (
 TOKENS = 4
 
 
-def test_observe_counts_what_a_live_server_says_of_its_answers(tiny_target: TargetFiles, tmp_path: Path):
-    """The draft has random weights: what is tested is what is counted, not that much is accepted."""
-    draft = sglang_eagle3().write(tmp_path / "draft")
-    options = ServerOptions(
-        model=tiny_target.model, revision=None, tokenizer=tiny_target.tokenizer, context=tiny_target.context,
-        dtype="float32", device="cpu", layer_ids=(), spool=tmp_path / "spool", mem_fraction=0.8, max_total_tokens=1024,
-        draft=Speculation.of_command(COMMAND, DRAFT_FOLDER, draft),
-    )  # fmt: skip
-    port = reserve_port()
-    entry = {"name": "front", "url": f"http://127.0.0.1:{port}", "kind": "sglang", "timeout_s": 60}
-    site = ObservedSite.make(tmp_path, [entry])
-    site.change_entry(model=tiny_target.model)
-    for life in ("first", "second"):
-        server = SGLangServer(Path(SGLANG.python), options, tmp_path / life, SGLANG.start_timeout_s, 10, port)
-        server.start()
+@dataclass(frozen=True)
+class Production:
+    """A site that observes one server, and that server, not started."""
+
+    site: ObservedSite
+    server: SGLangServer
+    draft: Path
+
+    @classmethod
+    def make(cls, target: TargetFiles, folder: Path) -> Production:
+        """The draft has random weights: what is tested is what is counted, not that much is accepted."""
+        draft = sglang_eagle3().write(folder / "draft")
+        options = ServerOptions(
+            model=target.model, revision=None, tokenizer=target.tokenizer, context=target.context, dtype="float32",
+            device="cpu", layer_ids=(), spool=folder / "spool", mem_fraction=0.8, max_total_tokens=1024,
+            draft=Speculation.of_command(COMMAND, DRAFT_FOLDER, draft),
+        )  # fmt: skip
+        port = reserve_port()
+        site = ObservedSite.make(
+            folder, [{"name": "front", "url": f"http://127.0.0.1:{port}", "kind": "sglang", "timeout_s": 60}]
+        )
+        site.change_entry(model=target.model)
+        server = SGLangServer(Path(SGLANG.python), options, folder / "server", SGLANG.start_timeout_s, 10, port)
+        return cls(site, server, draft)
+
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        self.server.start()
         try:
-            [begun] = site.observe(60)
-            assert (begun.problem, begun.remarks) == (None, ())
-            if life == "first":
-                answers = _ask(server.url)
-                [seen] = site.observe(60)
+            yield self.server.url
         finally:
-            server.stop()
+            self.server.stop()
+
+    def observe(self) -> Observation:
+        [seen] = self.site.observe(60)
+        assert (seen.problem, seen.remarks) == (None, ())
+        return seen
+
+
+def test_observe_counts_what_a_live_server_says_of_its_answers(tiny_target: TargetFiles, tmp_path: Path):
+    production = Production.make(tiny_target, tmp_path)
+    with production.serving() as url:
+        production.observe()
+        answers = _ask(url)
+        seen = production.observe()
     passes = sum(answer.passes for answer in answers)
     tokens = sum(len(answer.output_ids) for answer in answers)
-    counted, restarted = split_windows(begun.readings)
+    [counted] = split_windows(seen.readings)
     assert (counted.passes, counted.accepted) == (passes, tokens - len(answers) - passes)
     assert passes > 0
     assert not counted.restarted
-    assert restarted.restarted  # by the seed of the process
     last = seen.readings[-1]
-    assert (last.draft, last.by_server, last.version) == (str(draft), True, "0.5.23")
+    assert (last.draft, last.by_server, last.version) == (str(production.draft), True, "0.5.23")
+
+
+@pytest.mark.long
+def test_observe_knows_a_live_server_that_was_started_again(tiny_target: TargetFiles, tmp_path: Path):
+    production = Production.make(tiny_target, tmp_path)
+    with production.serving() as url:
+        production.observe()
+        _ask(url)
+        production.observe()
+    with production.serving():
+        begun = production.observe()
+    counted, restarted = split_windows(begun.readings)
+    assert counted.passes > 0
+    assert not counted.restarted
+    assert restarted.restarted  # by the seed of the process
 
 
 def _ask(url: str) -> list:
-    client = SpeculatingClient(url, 300)
+    client = SpeculatingClient(url, HANG_S)
     sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
     try:
         return [client.answer(GenerateRequest(f"{n}", tuple(range(5 + n, 15 + n)), sampling)) for n in range(2)]

@@ -12,9 +12,10 @@ import psutil
 import pytest
 import yaml
 from ports import reserve_port
-from processes import wait_until_ended
+from processes import ending, wait_until_ended
 from sglang_toys import SGLANG
 from typer.testing import CliRunner
+from waiting import HANG_S
 
 from draftworks.capture.engines.sglang_server_checks import require_server
 from draftworks.programs.cli import app
@@ -82,18 +83,17 @@ def test_a_taken_port_is_refused(registry: Path, tiny_folder: Path, tmp_path: Pa
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_captures_and_answers_find_in_it_what_their_entry_asks_for(registry: Path):
     words = ["-m", "draftworks.programs.cli", "engine", "small", "--registry", str(registry)]
-    serving = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
-    try:
+    with ending(subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)) as serving:
         lines = []
         while not any("serves at" in line for line in lines):
             lines.append(serving.stdout.readline())
             assert lines[-1], lines
         found = Registry(registry)
         target = found.load_target("small")
-        files, client = resolve_target(target, found, FileDigests()), SGLangClient(target.capture.server.url, 60)
+        files, client = resolve_target(target, found, FileDigests()), SGLangClient(target.capture.server.url, HANG_S)
         info = require_server(client, files, target.capture, LAYERS, longest=target.max_length)
         assert set(LAYERS) <= set(info.layer_ids)
         processes = [psutil.Process(serving.pid), *psutil.Process(serving.pid).children(recursive=True)]
@@ -101,6 +101,3 @@ def test_captures_and_answers_find_in_it_what_their_entry_asks_for(registry: Pat
         serving.send_signal(signal.SIGINT)
         wait_until_ended(*processes)
         assert serving.wait() == 0
-    finally:
-        serving.kill()
-        serving.wait()

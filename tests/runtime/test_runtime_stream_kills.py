@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import end_tree, kill_all
 from sglang_toys import SGLANG
 from stream_toys import TRAINING, StreamFiles
 from waiting import HANG_S, wait_until
@@ -39,8 +40,7 @@ def start(tmp_path: Path):
 
     yield begin
     for process in started:
-        process.kill()
-        process.wait()
+        end_tree(process)
 
 
 @pytest.mark.slow
@@ -68,6 +68,8 @@ def test_kills_of_a_producer_and_of_the_trainer_change_nothing_of_the_draft(
 
 
 @pytest.mark.sglang
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_server_killed_in_a_training_is_started_again_and_the_draft_is_equal_to_rounding(
     tiny_target: TargetFiles, tiny_sglang: SGLangEngine, tmp_path: Path, train_stored, start
 ):
@@ -81,11 +83,10 @@ def test_a_server_killed_in_a_training_is_started_again_and_the_draft_is_equal_t
     progress = open_controller(files.place).read_progress
     trainer = start("train", files.train_run("streamed", training=SLOW_STEPS))
     producer = start("produce", files.produce_run(training=SLOW_STEPS).model_copy(update={"sglang": SGLANG}))
-    wait_until(lambda: progress().acked_step >= 3)
+    wait_until(lambda: progress().acked_step >= 3, possible=lambda: trainer.poll() is None)
     server = psutil.Process(producer.pid).children(recursive=True)
     assert len(server) >= 3  # SGLang with its scheduler and its detokenizer
-    for process in server:
-        process.kill()
+    kill_all(server)
     assert trainer.wait() == 0
     assert producer.wait() == 0
     assert "is restarted" in (tmp_path / "runs" / "produce-1.log").read_text()

@@ -149,6 +149,7 @@ def test_everything_in_the_graph_is_described(finished):
 def test_a_target_without_the_strategy_yields_no_draft_and_stays_green(finished, tmp_path):
     site = finished.site.copy(tmp_path)
     text = site.target_file.read_text()
+    (site.registry / "targets" / "other.yaml").write_text(text)
     site.target_file.write_text(text[: text.index("strategies:")] + "strategies: {}\n")
     result = site.run("train_eagle3")
     assert result.success

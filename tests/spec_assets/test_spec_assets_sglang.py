@@ -11,7 +11,7 @@ import pytest
 
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 
 def made(site: Any, asset: str) -> Artifact:

@@ -74,7 +74,7 @@ class Stream:
     def find_rank(self, program: str, rank: int = 0) -> psutil.Process:
         """Return a rank of the newest attempt of a program."""
         folder = "eagle3_draft/produce" if program == "produce" else "eagle3_draft"
-        paths = self._site.var.glob(f"runs/*/{folder}/*-retry*/ranks/forked/{rank}/heartbeat.json")
+        paths = self._site.var.glob(f"runs/*/{folder}/*-retry*/ranks/**/{rank}/heartbeat.json")
         pulse = HeartbeatRecord.read(max(paths, key=lambda path: path.stat().st_mtime))
         return psutil.Process(pulse.pid)
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import httpx
 import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from waiting import HANG_S
 
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
@@ -23,7 +25,7 @@ from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.storage.identity import LayerTap
 
 ROOT = Path(__file__).resolve().parents[2]
-SGLANG = SGLangSpec(python=str(ROOT / ".venv-sglang" / "bin" / "python"), start_timeout_s=240, grace_s=10)
+SGLANG = SGLangSpec(python=str(ROOT / ".venv-sglang" / "bin" / "python"), start_timeout_s=HANG_S, grace_s=10)
 CPU = torch.device("cpu")
 CHUNK = 16
 
@@ -77,6 +79,32 @@ def lossy_options(target: TargetFiles, folder: Path) -> LossyOptions:
     )  # fmt: skip
 
 
+def assert_key_is_kept(url: str, key: str, pid: int, log: Path) -> None:
+    """A server answers no request without its key, or with another; no log and no list of processes has the key."""
+    with_key, wrong = {"Authorization": f"Bearer {key}"}, {"Authorization": f"Bearer {key[:-1]}"}
+    asked = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
+    with httpx.Client(base_url=url, timeout=HANG_S) as client:
+        for headers in ({}, wrong):
+            for path in ("/generate", "/v1/chat/completions", "/tokenize", "/update_weights_from_disk"):
+                assert client.post(path, json=asked, headers=headers).status_code == 401
+            for path in ("/server_info", "/model_info"):
+                assert client.get(path, headers=headers).status_code == 401
+        assert client.get("/health").status_code == 200
+        assert client.post("/generate", json=asked, headers=with_key).status_code == 200
+    server = psutil.Process(pid)
+    for process in (server, *server.children(recursive=True)):
+        assert key not in " ".join(process.cmdline())
+    text = log.read_text(errors="replace")
+    assert "api_key" in text
+    assert key not in text
+
+
+def list_servers(engine: SGLangEngine) -> list[psutil.Process]:
+    """Return the processes of the servers that the engine has started and not ended."""
+    hosts = [host for host in engine._host.list_members() if isinstance(host, ManagedHost)]
+    return [psutil.Process(host.pid) for host in hosts if host.pid is not None and psutil.pid_exists(host.pid)]
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     options = lossy_options(TargetFiles.model_validate_json(sys.argv[2]), folder)
@@ -84,9 +112,3 @@ if __name__ == "__main__":
     server.start()
     print(server.url, server.pid, flush=True)
     sys.stdin.read()
-
-
-def list_servers(engine: SGLangEngine) -> list[psutil.Process]:
-    """Return the processes of the servers that the engine has started and not ended."""
-    hosts = [host for host in engine._host.list_members() if isinstance(host, ManagedHost)]
-    return [psutil.Process(host.pid) for host in hosts if host.pid is not None and psutil.pid_exists(host.pid)]

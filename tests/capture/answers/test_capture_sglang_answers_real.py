@@ -1,17 +1,19 @@
-"""Real SGLang as an OpenAI-compatible server; and two servers, one of which is killed."""
+"""Real SGLang as an OpenAI-compatible server, with a key and without; and two servers, one of which is killed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
 import torch
 from answer_toys import answering_run, conversation, rows_of, spelt
 from capture_toys import random_rows
-from processes import wait_until_ended
-from sglang_toys import SGLANG, sglang_engine
+from processes import kill_all
+from sglang_toys import SGLANG, assert_key_is_kept, sglang_engine
 from thinking import thinking_target
 
 from draftworks.capture.answers.endpoint import EndpointAnswerer
@@ -21,10 +23,11 @@ from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.errors import ConfigError
+from draftworks.sglang.api_key import make_key_file, read_key
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.storage.identity import LayerTap
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 SOURCES = [conversation(number) for number in range(2)]
 LIMIT = 8
@@ -36,26 +39,49 @@ def thinker(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) 
     return thinking_target(tiny_target, tmp_path_factory.mktemp("templates"))
 
 
-@pytest.fixture(scope="module")
-def second(
-    tiny_sglang: SGLangEngine, thinker: TargetFiles, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
-    """Another server of the same target that writes to the same spool, with a chat template that thinks."""
-    folder = tmp_path_factory.mktemp("sglang") / "second"
+def server_like(engine: SGLangEngine, target: TargetFiles, folder: Path, key_file: Path | None = None) -> SGLangServer:
+    """Another server of the same target that writes to the same spool, with a chat template that thinks; not started."""
     options = ServerOptions(
-        model=thinker.model, revision=None, tokenizer=thinker.tokenizer, context=thinker.context, dtype="float32",
-        device="cpu", layer_ids=tuple(range(thinker.num_layers - 1)), spool=tiny_sglang.spool, mem_fraction=0.8,
-        max_total_tokens=4096, extra=("--chat-template", str(thinker.chat_template)),
+        model=target.model, revision=None, tokenizer=target.tokenizer, context=target.context, dtype="float32",
+        device="cpu", layer_ids=tuple(range(target.num_layers - 1)), spool=engine.spool, mem_fraction=0.8,
+        max_total_tokens=4096, extra=("--chat-template", str(target.chat_template)), key_file=key_file,
     )  # fmt: skip
-    server = SGLangServer(Path(SGLANG.python), options, folder, SGLANG.start_timeout_s, SGLANG.grace_s)
+    return SGLangServer(Path(SGLANG.python), options, folder, SGLANG.start_timeout_s, SGLANG.grace_s)
+
+
+@dataclass(frozen=True)
+class KeptServer:
+    """A server that answers nobody without its key."""
+
+    server: SGLangServer
+    key: str
+
+
+@pytest.fixture(scope="module")
+def kept(
+    tiny_sglang: SGLangEngine, thinker: TargetFiles, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KeptServer]:
+    folder = tmp_path_factory.mktemp("sglang")
+    make_key_file(folder / "key")
+    server = server_like(tiny_sglang, thinker, folder / "kept", folder / "key")
+    server.start()
+    yield KeptServer(server, read_key(folder / "key"))
+    server.stop()
+
+
+@pytest.fixture
+def second(tiny_sglang: SGLangEngine, thinker: TargetFiles, tmp_path: Path) -> Iterator[SGLangServer]:
+    server = server_like(tiny_sglang, thinker, tmp_path / "second")
     server.start()
     yield server
     server.stop()
 
 
-def regenerate_by_endpoint(run: RegenerateRun, chat: ChatTokenizer | None = None) -> RegenerateSummary:
+def regenerate_by_endpoint(
+    run: RegenerateRun, chat: ChatTokenizer | None = None, environment: Mapping[str, str] = MappingProxyType({})
+) -> RegenerateSummary:
     chat = chat or ChatTokenizer.load(run.target, run.responses.thinking)
-    answerer = EndpointAnswerer(run.responses, run.target, chat, find_max_sample_length(run), {})
+    answerer = EndpointAnswerer(run.responses, run.target, chat, find_max_sample_length(run), environment)
     try:
         return regenerate_with(run, lambda: answerer, chat)
     finally:
@@ -110,23 +136,36 @@ def test_sampling_options_are_understood(tiny_sglang, tiny_target, tmp_path: Pat
     )
 
 
+def test_no_request_without_the_key_is_answered_and_the_key_is_in_no_log_and_no_list_of_processes(kept):
+    assert kept.server.pid is not None
+    assert_key_is_kept(kept.server.url, kept.key, kept.server.pid, kept.server.log)
+
+
 @pytest.mark.parametrize("thinking", [True, False])
-def test_the_switch_for_thinking_reaches_the_servers_template(second, thinker, tmp_path: Path, thinking):
+def test_the_switch_for_thinking_reaches_the_servers_template(kept, thinker, tmp_path: Path, thinking):
     """The server returns the prompt that it rendered; a different prompt would end the run."""
-    run = make_endpoint_run(second.url, thinker, tmp_path, thinking=thinking)
-    assert regenerate_by_endpoint(run).tokens["samples"] == 2
+    run = make_endpoint_run(kept.server.url, thinker, tmp_path, thinking=thinking, endpoint={"api_key_env": "KEY"})
+    assert regenerate_by_endpoint(run, environment={"KEY": kept.key}).tokens["samples"] == 2
     chat = ChatTokenizer.load(thinker, thinking)
     assert ("<think>" in spelt(chat, rows_of(run)[0])) == (thinking is False)
 
 
-def test_a_server_with_another_chat_template_is_refused(second, tiny_target, thinker, tmp_path: Path):
+def test_a_server_with_another_chat_template_is_refused(kept, tiny_target, thinker, tmp_path: Path):
     other = tmp_path / "other.jinja"
     other.write_text(Path(thinker.chat_template).read_text().replace("<|im_start|>", "<|im_start|>the "))
-    run = make_endpoint_run(second.url, tiny_target.model_copy(update={"chat_template": str(other)}), tmp_path)
+    target = tiny_target.model_copy(update={"chat_template": str(other)})
+    run = make_endpoint_run(kept.server.url, target, tmp_path, endpoint={"api_key_env": "KEY"})
     with pytest.raises(ConfigError, match="they differ from token 1 on"):
-        regenerate_by_endpoint(run)
+        regenerate_by_endpoint(run, environment={"KEY": kept.key})
 
 
+def test_a_wrong_key_ends_the_run(kept, thinker, tmp_path: Path):
+    run = make_endpoint_run(kept.server.url, thinker, tmp_path, endpoint={"api_key_env": "KEY"})
+    with pytest.raises(ConfigError, match=r"refused access \(401\)"):
+        regenerate_by_endpoint(run, environment={"KEY": kept.key[:-1]})
+
+
+@pytest.mark.long
 def test_two_servers_share_the_work_and_one_that_is_killed_is_done_without(
     tiny_sglang, second, tiny_engine, tiny_target, tmp_path: Path
 ):
@@ -141,9 +180,7 @@ def test_two_servers_share_the_work_and_one_that_is_killed_is_done_without(
         if killed:
             assert second.pid is not None
             process = psutil.Process(second.pid)
-            for each in [*process.children(recursive=True), process]:
-                each.kill()
-            wait_until_ended(process)
+            kill_all([*process.children(recursive=True), process])
         for found, wanted in zip(engine.capture(rows, TAPS), streams, strict=True):
             assert all(torch.allclose(found[name], wanted[name], atol=1e-4) for name in wanted)
         assert engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200) == answers

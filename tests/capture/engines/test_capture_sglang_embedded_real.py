@@ -12,7 +12,7 @@ import embedded_owner
 import psutil
 import pytest
 from capture_toys import capture_run, random_rows
-from processes import lives, wait_until_ended
+from processes import ending, lives, wait_until_ended
 from sglang_toys import SGLANG
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from resources.local_launcher import LocalLauncher
 from resources.workspace import Workspace
 from spec_assets.common import launch
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 TOLERANCE = 2e-5
 """As a share of the largest absolute value of a stream."""
@@ -99,6 +99,7 @@ def test_they_serve_for_a_capture_through_the_server_too(captured):
     assert capture_features(run, lambda: pytest.fail("all of it is there"), ROWS).captured == 0
 
 
+@pytest.mark.long
 def test_threads_get_the_answers_of_transformers_and_a_kill_leaves_no_process(tiny_target, tiny_engine, tmp_path):
     prompts = [row.input_ids.tolist() for row in ROWS[:4]]
     asked = {
@@ -107,20 +108,21 @@ def test_threads_get_the_answers_of_transformers_and_a_kill_leaves_no_process(ti
         "prompts": prompts,
         "new_tokens": 6,
     }
-    owner = subprocess.Popen(
+    process = subprocess.Popen(
         [SGLANG.python, embedded_owner.__file__],
         env={**os.environ, "PYTHONPATH": str(link_package(tmp_path / "package"))},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert owner.stdin is not None
-    assert owner.stdout is not None
-    print(json.dumps(asked), file=owner.stdin, flush=True)
-    answers = json.loads(owner.stdout.readline())
-    ids = [str(index) for index in range(len(prompts))]
-    expected = tiny_engine.generate(prompts, ResponseSpec(max_new_tokens=6), ids, tiny_target.context)
-    assert answers == [list(each.ids) for each in expected]
-    processes = psutil.Process(owner.pid).children(recursive=True)
-    assert len([process for process in processes if lives(process)]) >= 2
-    owner.kill()
-    owner.wait()
-    wait_until_ended(*processes)
+    with ending(process) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        print(json.dumps(asked), file=owner.stdin, flush=True)
+        answers = json.loads(owner.stdout.readline())
+        ids = [str(index) for index in range(len(prompts))]
+        expected = tiny_engine.generate(prompts, ResponseSpec(max_new_tokens=6), ids, tiny_target.context)
+        assert answers == [list(each.ids) for each in expected]
+        processes = psutil.Process(owner.pid).children(recursive=True)
+        assert len([process for process in processes if lives(process)]) >= 2
+        owner.kill()
+        owner.wait()
+        wait_until_ended(*processes)

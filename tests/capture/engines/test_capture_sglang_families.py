@@ -16,7 +16,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import UnsoundEngineError
 from draftworks.storage.identity import LayerTap
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.timeout(1800)]
 
 ROWS = random_rows(5, seed=3, longest=60)
 TAPS = (LayerTap(1), LayerTap(3), LayerTap(4))

@@ -23,7 +23,7 @@ from draftworks.mooncake.address import MooncakeAddress
 from draftworks.mooncake.client import MooncakeClient
 from draftworks.storage.identity import LayerTap
 
-pytestmark = [pytest.mark.sglang, pytest.mark.mooncake, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.mooncake, pytest.mark.timeout(1800)]
 TAPS = (LayerTap(2), LayerTap(4))
 
 

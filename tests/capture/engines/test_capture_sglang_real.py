@@ -1,30 +1,26 @@
-"""Real SGLang: features and answers equal transformers', lost states are detected, and no process is left."""
+"""Real SGLang: features and answers equal transformers', a server that died is started again, and no process is left."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-import sglang_toys
 import torch
 from capture_toys import capture_run, changed_copy, random_rows
-from processes import wait_until_ended
-from sglang_toys import CHUNK, CPU, SGLANG, capture_spec, random_qwen3, sglang_engine, taps_of
+from processes import ending, kill_all, wait_until_ended
+from sglang_toys import CPU, SGLANG, random_qwen3, sglang_engine, taps_of
 from torch import Tensor
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
-from draftworks.capture.engine import TargetEngine, make_engine_identity
+from draftworks.capture.engine import TargetEngine
 from draftworks.capture.engines.hf import HFTargetEngine, load_hf_engine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
-from draftworks.capture.engines.sglang_hosts import ExternalHost
 from draftworks.capture.probe.probe import EngineProbe
 from draftworks.capture.session import capture_features
 from draftworks.capture.verify import check_head
@@ -33,11 +29,11 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn
 from draftworks.data.tokenized import write_tokens
-from draftworks.errors import CaptureError, EngineError, UnsoundEngineError
+from draftworks.errors import EngineError, UnsoundEngineError
 from draftworks.sglang.client import SGLangClient
 from draftworks.storage.identity import LayerTap
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 TOLERANCE = 2e-5
 """As a share of the largest absolute value of a stream."""
@@ -59,30 +55,6 @@ def qwen3(qwen3_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -
     engine = sglang_engine(qwen3_target, tmp_path_factory.mktemp("sglang") / "qwen3", taps_of(qwen3_target), tp_size=2)
     yield engine
     engine.close()
-
-
-@dataclass(frozen=True)
-class LossyServer:
-    """A server that another process owns, with the settings of `lossy_options`."""
-
-    url: str
-    spool: Path
-    owner: subprocess.Popen[str]
-    processes: list[psutil.Process]
-
-
-@pytest.fixture(scope="module")
-def lossy(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LossyServer]:
-    folder = tmp_path_factory.mktemp("sglang") / "lossy"
-    folder.mkdir()
-    command = [sys.executable, sglang_toys.__file__, str(folder), tiny_target.model_dump_json()]
-    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    url, pid = owner.stdout.readline().split()
-    server = psutil.Process(int(pid))
-    yield LossyServer(url, folder / "spool", owner, [server, *server.children(recursive=True)])
-    owner.kill()
-    owner.wait()
 
 
 def assert_same_features(engine: TargetEngine, reference: HFTargetEngine, taps: tuple[LayerTap, ...]) -> None:
@@ -185,88 +157,62 @@ def test_a_server_with_another_tokenizer_is_refused(llama, tiny_target, tmp_path
         sglang_engine(other, tmp_path, None, url=llama.url, spool=str(llama.spool))
 
 
+@pytest.mark.long
 def test_qwen3_on_two_ranks_equals_transformers(qwen3, qwen3_target):
     reference = load_hf_engine(qwen3_target, CaptureSpec(compute_dtype="float32"), CPU)
     assert_same_features(qwen3, reference, taps_of(qwen3_target))
 
 
-def test_a_server_that_died_is_started_again(qwen3, qwen3_target):
-    before = qwen3.capture(ROWS[:2], [LayerTap(1)])
-    dead = psutil.Process(qwen3._host.pid)
-    for process in [*dead.children(recursive=True), dead]:
-        process.kill()
-    after = qwen3.capture(ROWS[:2], [LayerTap(1)])
-    assert qwen3._host.pid != dead.pid
+def load_weights(server: SGLangEngine, model: str) -> None:
+    answer = httpx.post(f"{server.url}/update_weights_from_disk", json={"model_path": model}, timeout=HANG_S)
+    assert answer.json()["success"], answer.text
+
+
+def test_a_server_whose_weights_were_replaced_is_refused_until_it_has_its_own(llama, tiny_target, tmp_path: Path):
+    probe = EngineProbe(capture_run(tiny_target, tmp_path / "run"), random_rows(5, longest=60))
+    assert tuple(probe.compare(llama).differences) == ("hf2", "hf4", "last")
+    other = changed_copy(tiny_target, tmp_path / "other", 0.05).model
+    load_weights(llama, other)
+    try:
+        with SGLangClient(llama.url, HANG_S) as client:
+            info = client.get_info()
+        assert (info.model, info.started_with, info.convention) == (other, tiny_target.model, "eagle3")
+        with pytest.raises(UnsoundEngineError, match=r"stream hf4 differs by .* expected at most 0.0005") as raised:
+            probe.compare(llama)
+        assert "stream hf2" not in str(raised.value)
+    finally:
+        load_weights(llama, tiny_target.model)
+    probe.compare(llama)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
+def test_a_server_that_died_is_started_again(name: str, request: pytest.FixtureRequest):
+    """One rank or two."""
+    engine = request.getfixturevalue(name)
+    before = engine.capture(ROWS[:2], [LayerTap(1)])
+    dead = psutil.Process(engine._host.pid)
+    kill_all([*dead.children(recursive=True), dead])
+    after = engine.capture(ROWS[:2], [LayerTap(1)])
+    assert engine._host.pid != dead.pid
     for one, other in zip(before, after, strict=True):
         assert torch.allclose(one["hf1"], other["hf1"], atol=1e-5)
 
 
-def connect_to_lossy(lossy: LossyServer, target: TargetFiles) -> SGLangEngine:
-    """An engine on the lossy server, without the checks of the server's settings."""
-    host = ExternalHost(SGLangClient(lossy.url, 60), lossy.spool, (1, 3))
-    return SGLangEngine(target, make_engine_identity(capture_spec()), host, attempts=1)
-
-
-def test_a_set_up_that_loses_hidden_states_is_refused(lossy, tiny_target, tmp_path):
-    with pytest.raises(EngineError, match=r"(?s)--disable-radix-cache.*--chunked-prefill-size -1"):
-        sglang_engine(tiny_target, tmp_path, (LayerTap(2), LayerTap(4)), url=lossy.url, spool=str(lossy.spool))
-
-
-def test_the_processes_of_a_server_on_a_cpu_share_its_imports(lossy):
-    """CPU seconds: the one that only turns tokens into text has hardly any of its own."""
-    server, *others = (sum(process.cpu_times()[:2]) for process in lossy.processes)
-    assert min(others) < server / 4
-
-
-def test_rows_lost_to_chunks_are_noticed(lossy, tiny_target):
-    row = next(row for row in ROWS if len(row) > 2 * CHUNK)
-    with pytest.raises(CaptureError, match=rf"sequence of {len(row)} tokens in chunks of \[16, "):
-        connect_to_lossy(lossy, tiny_target).capture([row], [])
-
-
-def test_rows_lost_to_the_prefix_cache_are_noticed(lossy, tiny_target):
-    row, engine = list(range(100, 100 + CHUNK - 2)), connect_to_lossy(lossy, tiny_target)
-    assert len(engine.capture([row], [])[0]["last"]) == len(row)
-    with pytest.raises(CaptureError, match=rf"took 13 of a sequence's {len(row)} tokens from its prefix cache"):
-        engine.capture([row], [])
-
-
+@pytest.mark.long
 def test_a_cancelled_capture_leaves_no_process(tiny_target, tmp_path):
     run = capture_run(tiny_target, tmp_path, backend="sglang_server").model_copy(update={"sglang": SGLANG})
     run.out.mkdir()
     write_tokens(run.tokens, random_rows(4))
     file = tmp_path / "run.json"
     file.write_text(run.model_dump_json())
-    program = psutil.Popen([sys.executable, "-m", "draftworks.programs.capture", str(file)])
-    while len(processes := program.children(recursive=True)) < 3:  # the server, its scheduler, its detokenizer
-        assert program.poll() is None
-        time.sleep(0.1)
-    program.send_signal(signal.SIGTERM)
-    assert program.wait() == 128 + signal.SIGTERM
-    wait_until_ended(*processes)
-
-
-def test_a_killed_owner_leaves_no_process(lossy):
-    assert all(process.is_running() for process in lossy.processes)
-    assert len(lossy.processes) >= 3
-    lossy.owner.kill()
-    lossy.owner.wait()
-    wait_until_ended(*lossy.processes)
-
-
-def test_a_server_whose_weights_were_replaced_is_refused(tiny_target: TargetFiles, tmp_path: Path):
-    engine = sglang_engine(tiny_target, tmp_path / "engine", (LayerTap(2), LayerTap(4)))
-    try:
-        probe = EngineProbe(capture_run(tiny_target, tmp_path), random_rows(5, longest=60))
-        assert tuple(probe.compare(engine).differences) == ("hf2", "hf4", "last")
-        other = changed_copy(tiny_target, tmp_path / "other", 0.05).model
-        answer = httpx.post(f"{engine.url}/update_weights_from_disk", json={"model_path": other}, timeout=HANG_S)
-        assert answer.json()["success"], answer.text
-        with SGLangClient(engine.url, 60) as client:
-            info = client.get_info()
-        assert (info.model, info.started_with, info.convention) == (other, tiny_target.model, "eagle3")
-        with pytest.raises(UnsoundEngineError, match=r"stream hf4 differs by .* expected at most 0.0005") as raised:
-            probe.compare(engine)
-        assert "stream hf2" not in str(raised.value)
-    finally:
-        engine.close()
+    with ending(subprocess.Popen([sys.executable, "-m", "draftworks.programs.capture", str(file)])) as program:
+        started = psutil.Process(program.pid)
+        wait_until(
+            lambda: len(started.children(recursive=True)) >= 3,  # the server, its scheduler, its detokenizer
+            "the server's processes",
+            possible=lambda: program.poll() is None,
+        )
+        processes = started.children(recursive=True)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait() == 128 + signal.SIGTERM
+        wait_until_ended(*processes)
