@@ -50,6 +50,7 @@ def list_entry_files(site: Any) -> list[str]:
     return sorted(path.name for path in site.var.glob("eval_cache/*/*") if path.parent.suffix != ".lock")
 
 
+@pytest.mark.long
 def test_a_capture_of_eval_features_is_taken_over_from_a_killed_run(cluster: ToyCluster, finished_site: Any):
     for name in ("eval_cache", "feature_store", FEATURES):
         shutil.rmtree(cluster.site.var / name)
