@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-import threading
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,25 +21,39 @@ from draftworks.mooncake.client import MooncakeClient
 pytestmark = pytest.mark.mooncake
 
 
-class DyingMaster:
-    """Listens, closes each of some connections, and then is gone; `on_death` is called before."""
+_DIE = """
+import os, socket, sys
+connections, content, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+for _ in range(connections - 1):
+    server.accept()[0].close()
+last = server.accept()[0]
+if file:
+    with open(file + ".new", "w") as new:
+        new.write(content)
+    os.replace(file + ".new", file)
+server.close()
+last.close()
+"""
+"""A process of its own: Mooncake holds Python's global lock while it tries, and no thread could close the port meanwhile."""
 
-    def __init__(self, connections: int, on_death=lambda: None) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = MooncakeAddress(f"127.0.0.1:{self._server.getsockname()[1]}", "toys", timeout_s=2)
-        threading.Thread(target=self._die, args=(connections, on_death), daemon=True).start()
 
-    def _die(self, connections: int, on_death) -> None:
-        for _ in range(connections):
-            self._server.accept()[0].close()
-        on_death()
-        self._server.close()
+@contextmanager
+def dying_master(connections: int, file: Path | None = None, content: str = "") -> Iterator[MooncakeAddress]:
+    """What listens, and is gone before the last of some connections ends; `content` is in `file` before that."""
+    command = [sys.executable, "-c", _DIE, str(connections), content, str(file or "")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield MooncakeAddress(f"127.0.0.1:{int(process.stdout.readline())}", "toys", timeout_s=2)
+        finally:
+            process.kill()
 
 
 def test_a_master_that_dies_during_set_up_is_given_up_in_the_time_of_a_call():
     begin = time.monotonic()
-    with pytest.raises(StoreLostError, match="is dead or unreachable"):
-        MooncakeClient(DyingMaster(connections=2).address)
+    with dying_master(connections=2) as address, pytest.raises(StoreLostError, match="is dead or unreachable"):
+        MooncakeClient(address)
     assert time.monotonic() - begin < 30  # Mooncake's own attempts take 100 s, and hold Python's lock
 
 
@@ -45,9 +61,9 @@ def test_the_address_of_a_restarted_service_is_read_after_the_one_of_before_fail
     file = tmp_path / ADDRESS_FILE
     with running_mooncake(tmp_path / "service") as service:
         now = replace(service.address, timeout_s=10)
-        master = DyingMaster(connections=2, on_death=lambda: file.write_text(now.to_json()))
-        file.write_text(master.address.to_json())
-        # An attempt at the dead master takes longer than timeout_s.
-        store = RestartedMooncakeStore(file, timeout_s=0.5, put_timeout_s=1)
+        with dying_master(connections=2, file=file, content=now.to_json()) as address:
+            file.write_text(address.to_json())
+            # An attempt at the dead master takes longer than timeout_s.
+            store = RestartedMooncakeStore(file, timeout_s=0.5, put_timeout_s=1)
         assert store.health()["losses"] == 0
         store.close()
