@@ -23,11 +23,10 @@ pytestmark = pytest.mark.mooncake
 
 _DIE = """
 import os, socket, sys
-connections, content, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+content, file = sys.argv[1:]
 server = socket.create_server(("127.0.0.1", 0))
 print(server.getsockname()[1], flush=True)
-for _ in range(connections - 1):
-    server.accept()[0].close()
+server.accept()[0].close()
 last = server.accept()[0]
 if file:
     with open(file + ".new", "w") as new:
@@ -40,9 +39,9 @@ last.close()
 
 
 @contextmanager
-def dying_master(connections: int, file: Path | None = None, content: str = "") -> Iterator[MooncakeAddress]:
-    """What listens, and is gone before the last of some connections ends; `content` is in `file` before that."""
-    command = [sys.executable, "-c", _DIE, str(connections), content, str(file or "")]
+def dying_master(file: Path | None = None, content: str = "") -> Iterator[MooncakeAddress]:
+    """What listens, and is gone before its second connection ends; `content` is in `file` before that."""
+    command = [sys.executable, "-c", _DIE, content, str(file or "")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield MooncakeAddress(f"127.0.0.1:{int(process.stdout.readline())}", "toys", timeout_s=2)
@@ -52,7 +51,7 @@ def dying_master(connections: int, file: Path | None = None, content: str = "") 
 
 def test_a_master_that_dies_during_set_up_is_given_up_in_the_time_of_a_call():
     begin = time.monotonic()
-    with dying_master(connections=2) as address, pytest.raises(StoreLostError, match="is dead or unreachable"):
+    with dying_master() as address, pytest.raises(StoreLostError, match="is dead or unreachable"):
         MooncakeClient(address)
     assert time.monotonic() - begin < 30  # Mooncake's own attempts take 100 s, and hold Python's lock
 
@@ -61,7 +60,7 @@ def test_the_address_of_a_restarted_service_is_read_after_the_one_of_before_fail
     file = tmp_path / ADDRESS_FILE
     with running_mooncake(tmp_path / "service") as service:
         now = replace(service.address, timeout_s=10)
-        with dying_master(connections=2, file=file, content=now.to_json()) as address:
+        with dying_master(file, now.to_json()) as address:
             file.write_text(address.to_json())
             # An attempt at the dead master takes longer than timeout_s.
             store = RestartedMooncakeStore(file, timeout_s=0.5, put_timeout_s=1)
