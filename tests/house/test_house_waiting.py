@@ -71,8 +71,23 @@ def test_what_a_thread_raises_fails_the_test_that_has_started_it():
 
     with pytest.raises(AssertionError, match="a ghost"), meanwhile(fail):
         pass
-    with pytest.raises(ZeroDivisionError), meanwhile(fail):
+    with pytest.raises(ZeroDivisionError), meanwhile(lambda: None):
         raise ZeroDivisionError
+    tried = threading.Event()
+    with pytest.raises(AssertionError, match="a ghost") as both, meanwhile(lambda: tried.wait() and fail()):
+        try:
+            raise ZeroDivisionError
+        finally:
+            tried.set()
+    assert isinstance(both.value.__cause__, ZeroDivisionError | KeyboardInterrupt)
+
+
+def test_a_test_that_waits_for_what_its_thread_does_fails_once_the_thread_has_failed():
+    def fail() -> None:
+        assert not "a ghost"
+
+    with pytest.raises(AssertionError, match="a ghost"), meanwhile(fail):
+        wait_until(lambda: False, "what the thread does")
 
 
 def test_a_timeout_ends_the_wait_tells_what_for_and_runs_what_is_to_run_finally(pytester: pytest.Pytester):

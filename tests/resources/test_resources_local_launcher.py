@@ -209,8 +209,8 @@ def listeners() -> list[tuple[str, str]]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            module = process.cmdline()[-2]
-            found += [(module, c.laddr.ip) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            command = " ".join(process.cmdline())
+            found += [(command, c.laddr.ip) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     return found
 
 

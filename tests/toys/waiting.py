@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,15 +58,19 @@ def wait_until(
 def meanwhile(act: Callable[[], object]) -> Iterator[None]:
     """Run `act` in a thread beside the block; what it still waits for at the end of the block is given up.
 
-    Raises what `act` raised, after a block that raised nothing.
+    Raises what `act` raised, at once: a block of the main thread is interrupted, for it may wait for what `act` does.
     """
     thread = _Companion(act)
-    thread.start()
     try:
-        yield
-    finally:
-        thread.given_up.set()
-        thread.join()
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.end()
+    except BaseException as interruption:
+        if thread.error is None:
+            raise
+        raise thread.error from interruption
     if thread.error is not None:
         raise thread.error
 
@@ -80,6 +85,8 @@ class _Companion(threading.Thread):
         self.given_up = threading.Event()
         self.error: BaseException | None = None
         self._act = act
+        self._interrupts = threading.current_thread() is threading.main_thread()
+        self._ending = threading.Lock()
 
     def run(self) -> None:
         try:
@@ -88,6 +95,14 @@ class _Companion(threading.Thread):
             pass
         except BaseException as error:
             self.error = error
+            with self._ending:
+                if self._interrupts and not self.given_up.is_set():
+                    _thread.interrupt_main()
+
+    def end(self) -> None:
+        with self._ending:  # from here on nothing is interrupted
+            self.given_up.set()
+        self.join()
 
 
 @dataclass
