@@ -48,27 +48,31 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="Write th
 
 
 def measure() -> list[FileCount]:
-    """Count the files of one packed step of the toy, in a process group of this process alone."""
+    """Count the files of one packed step of the toy, as a training of one rank takes it."""
     import torch
 
-    from draftworks.training.backend import ensure_process_group
-
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    with ensure_process_group(device):
-        return count_files(make_step(device))
+    return count_files(make_step(torch.device("cpu")))
 
 
 def make_step(device: torch.device) -> Callable[[], object]:
     """Return a function that runs one optimizer step of the toy model on the same packed batch."""
-    from gpu_steps import CONTEXT, trainer_core
+    from gpu_steps import CONTEXT
     from train_step import Case, prepare_samples
+
+    from draftworks.config.registry_files import TrainingSpec
+    from draftworks.training.backend import SingleTrainingBackend
+    from draftworks.training.optimizer import TrainerCore
+    from draftworks.training.trainer import make_optimizer, make_plan
 
     case = Case(max(LENGTHS), len(LENGTHS), ttt=3, hidden=16, intermediate=24, vocab=64, draft_vocab=32)
     strategy, samples = prepare_samples(case)
     cut = [{name: tensor[:length] for name, tensor in sample.items()} for sample, length in zip(samples, LENGTHS)]
     batch = strategy.pack(cut, [str(number) for number in range(len(cut))])
-    core = trainer_core(strategy, device, "float32")
+    training = TrainingSpec()
+    backend = SingleTrainingBackend(device)
+    backend.prepare_model(strategy)
+    core = TrainerCore(strategy, backend, make_optimizer(training, make_plan(training, 100), backend))
     return lambda: core.train_step(batch, CONTEXT)
 
 

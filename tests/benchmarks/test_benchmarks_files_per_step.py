@@ -1,4 +1,4 @@
-"""A reader who follows one packed EAGLE-3 optimizer step opens at most 16 product files, none over 400 lines."""
+"""A reader who follows one packed EAGLE-3 optimizer step opens at most 17 product files, none over 400 lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "files_per_step.py"
-MOST_FILES = 16
+MOST_FILES = 17
+"""One of them is the decorator that keeps torch.compile out of the fused kernels."""
 MOST_LINES = 400
 """As the layout test has it for every file."""
 

@@ -201,12 +201,20 @@ def test_the_check_costs_next_to_nothing(watch: LeftoverWatch):
 
 def test_a_module_that_leaves_a_process_fails_and_the_next_one_does_not(pytester: pytest.Pytester):
     pytester.makepyfile(
-        test_first="import subprocess\ndef test_leaves():\n    subprocess.Popen(['sleep', '1000'], start_new_session=True)",
+        test_first="""
+import subprocess
+left = []
+def test_leaves():
+    cat = subprocess.Popen(["cat"], bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    left.append(cat)
+    cat.stdin.write(b"begun")
+    assert cat.stdout.read(5) == b"begun"
+""",
         test_next="def test_leaves_nothing(): pass",
     )
     pytester.makeini(f"[pytest]\npythonpath = {ROOT / 'tests' / 'toys'}\nleave_s = 0\n")
     outcome = pytester.runpytest_subprocess("-p", "leftovers_check", "-p", "no:cacheprovider")
     outcome.assert_outcomes(passed=2, errors=1)
-    said = re.search(r"test_first.py has left: process (\d+) .*: sleep 1000", outcome.stdout.str())
+    said = re.search(r"test_first.py has left: process (\d+) .*: cat\b", outcome.stdout.str())
     assert said is not None, outcome.stdout.str()
     assert not any(each.pid == int(said[1]) and lives(each) for each in psutil.process_iter())

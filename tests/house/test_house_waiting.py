@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -73,13 +73,26 @@ def test_what_a_thread_raises_fails_the_test_that_has_started_it():
         pass
     with pytest.raises(ZeroDivisionError), meanwhile(lambda: None):
         raise ZeroDivisionError
+
+
+def test_of_a_block_and_its_thread_that_both_fail_both_are_told():
     tried = threading.Event()
-    with pytest.raises(AssertionError, match="a ghost") as both, meanwhile(lambda: tried.wait() and fail()):
-        try:
-            raise ZeroDivisionError
-        finally:
-            tried.set()
+
+    def fail() -> None:
+        tried.wait()
+        assert not "a ghost"
+
+    with pytest.raises(AssertionError, match="a ghost") as both, meanwhile(fail), ending_with(tried):
+        raise ZeroDivisionError
     assert isinstance(both.value.__cause__, ZeroDivisionError | KeyboardInterrupt)
+
+
+@contextmanager
+def ending_with(event: threading.Event) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        event.set()
 
 
 def test_a_test_that_waits_for_what_its_thread_does_fails_once_the_thread_has_failed():

@@ -1,4 +1,4 @@
-"""A pytest plugin that prints, after a run, the processor seconds of each room's tests and of all that they started."""
+"""A pytest plugin that prints the processor seconds of each room, and of the dearest tests, with all that they started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import pytest
 import warm_starts
 
 OUTPUT = "seconds_by_room"
+OUTPUT_OF_TESTS = "seconds_by_test"
 ELSEWHERE = "imports, collection, servers"
+DEAREST = 400
+"""Tests that are printed; a fixture's seconds are those of the first test that asks for it."""
+DEAR_S = 1.0
+"""A test of less is never printed."""
 
 
 def used_seconds() -> float:
@@ -30,12 +35,16 @@ class SecondsByRoom:
         self._worker: dict[str, Any] | None = getattr(config, "workeroutput", None)
         self._has_workers = self._worker is None and bool(getattr(config.option, "numprocesses", None))
         self._seconds: Counter[str] = Counter()
+        self._tests_seconds: Counter[str] = Counter()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         before = used_seconds()
         result = yield
-        self._seconds[self._room_of(item.path)] += used_seconds() - before
+        seconds = used_seconds() - before
+        self._seconds[self._room_of(item.path)] += seconds
+        if seconds >= DEAR_S:
+            self._tests_seconds[item.nodeid] = seconds
         return result
 
     def _room_of(self, path: Path) -> str:
@@ -50,15 +59,20 @@ class SecondsByRoom:
         self._seconds[ELSEWHERE] += used_seconds() + _of_living_children() - self._seconds.total()
         if self._worker is not None:
             self._worker[OUTPUT] = dict(self._seconds)
+            self._worker[OUTPUT_OF_TESTS] = dict(self._tests_seconds)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self._seconds.update(getattr(node, "workeroutput", {}).get(OUTPUT, {}))
+        given = getattr(node, "workeroutput", {})
+        self._seconds.update(given.get(OUTPUT, {}))
+        self._tests_seconds.update(given.get(OUTPUT_OF_TESTS, {}))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         rows = [*self._seconds.most_common(), ("all", self._seconds.total())]
-        terminalreporter.section("processor seconds by room")
+        terminalreporter.section("processor seconds by room, and of the dearest tests")
         terminalreporter.write_line("  ".join(f"{room} {seconds:.0f}" for room, seconds in rows if seconds >= 0.5))
+        for test, seconds in self._tests_seconds.most_common(DEAREST):
+            terminalreporter.write_line(f"{seconds:6.1f}  {test}")
 
 
 def _of_living_children() -> float:
