@@ -15,6 +15,8 @@ import psutil
 import pytest
 import warm_starts
 
+from resources.torch_job import ONE_NODE_ENV
+
 PROGRAM = str(Path(__file__).with_name("asked_program.py"))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 Begin = Callable[..., subprocess.Popen[str]]
@@ -49,8 +51,11 @@ def test_only_a_warm_start_has_the_imports(begin: Begin, request: pytest.Fixture
     waiting = begin("wait")
     assert waiting.stdout is not None
     waiting.stdout.readline()
-    libraries = [each.path for each in psutil.Process(waiting.pid).memory_maps() if "libtorch" in each.path]
-    assert bool(libraries) == (request.node.callspec.params["begin"] == "warm")
+    assert has_torch(psutil.Process(waiting.pid)) == (request.node.callspec.params["begin"] == "warm")
+
+
+def has_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in each.path for each in process.memory_maps())
 
 
 @pytest.mark.parametrize(
@@ -154,13 +159,19 @@ def test_two_draw_different_random_numbers(begin: Begin):
     assert begin("draw").communicate()[0] != begin("draw").communicate()[0]
 
 
-def test_the_ranks_of_a_torchrun_are_its_children_and_learn_of_its_death(begin: Begin, tmp_path: Path):
+def test_the_ranks_of_a_torchrun_are_its_children_and_learn_of_its_death(
+    begin: Begin, request: pytest.FixtureRequest, tmp_path: Path
+):
+    """As warm as torchrun itself, also where it was started by a worker of pytest-xdist, which is warm too."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     torchrun += [f"--rdzv-endpoint={tmp_path}/store", "--rdzv-conf=store_type=file", PROGRAM, "stay"]
-    with subprocess.Popen(torchrun, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+    env = {**ENV, **ONE_NODE_ENV}
+    with subprocess.Popen(torchrun, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
         assert parent.stdout is not None
         ranks = [json.loads(parent.stdout.readline()) for _ in range(2)]
         processes = [psutil.Process(rank["pid"]) for rank in ranks]
+        is_warm = request.node.callspec.params["begin"] == "warm"
+        assert [has_torch(process) for process in processes] == [is_warm, is_warm]
         parent.kill()
         psutil.wait_procs(processes)
     assert {rank["parent"] for rank in ranks} == {parent.pid}

@@ -8,6 +8,7 @@ import shutil
 import dagster as dg
 import pyarrow.parquet as pq
 import pytest
+import warm_starts
 from waiting import meanwhile, wait_until
 
 from draftworks.export.names import GATE_MEANINGS
@@ -160,8 +161,12 @@ def test_an_override_of_the_run_config_makes_another_draft_that_is_compared_with
     site = finished.site.copy(tmp_path)
     measured = [dg.AssetKey(name) for name in (*INPUTS, "eagle3_draft", "eagle3_report")]
     config = {"ops": {"eagle3_draft": {"config": {"options": {"step_decay": 0.5}, "training": {"max_steps": 6}}}}}
+    executed = warm_starts.list_executed()
     result = site.run("train_eagle3", run_config=config, asset_selection=measured)
     assert result.success
+    assert warm_starts.list_executed() == executed, (
+        "tests would pay for imports of programs (tests/toys/warm_starts.py)"
+    )
     draft = ArtifactStore(site.var).load_current("eagle3_draft", "small")
     assert draft.identity["options"]["step_decay"] == 0.5
     assert draft.summary["steps"] == 6

@@ -65,7 +65,7 @@ _TESTS = ROOT / "tests"
 _SHIM = ROOT / "draftworks" / "distributed" / "parent_death.py"
 _SET_ANEW = re.compile(
     r"PYTHON(PATH|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS)|TORCH_?ELASTIC_.*|TORCH_NCCL_.*|TORCHINDUCTOR_CACHE_DIR"
-    r"|HF_HUB_DISABLE_PROGRESS_BARS"
+    r"|HF_HUB_DISABLE_PROGRESS_BARS|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 )
 _READ_BY_IMPORTS = re.compile(
     r"(PYTHON|LD_|MKL_|KMP_|ATEN_|TORCH|PYTORCH|HF_|TRANSFORMERS_|LC_|LANG|NO_COLOR|FORCE_COLOR)"
@@ -82,6 +82,8 @@ _waiting: dict[int, Mapping[str, str]] = {}
 """The environment for the server of a process that has none yet, by the process's id."""
 _served: dict[int, _Server] = {}
 """The server of this process, by its own id: a fork of it must not ask."""
+_executed: list[list[str]] = []
+"""Commands that were worth a warm start and were executed, since they differ from what the server can become."""
 
 
 class _Server:
@@ -127,6 +129,11 @@ def find_server() -> int | None:
     return server.process.pid if server is not None and server.process is not None else None
 
 
+def list_executed() -> list[list[str]]:
+    """Commands worth a warm start that this process has executed although it has a server."""
+    return list(_executed)
+
+
 def _install(requests: socket.socket, env: Mapping[str, str]) -> None:
     _served[os.getpid()] = _Server(requests, env)
     _posixsubprocess.fork_exec = subprocess._fork_exec = _start  # type: ignore[attr-defined]
@@ -140,6 +147,7 @@ def uninstall() -> None:
 def become(start: Start, descriptors: Sequence[int]) -> NoReturn:
     """Become a program in a process just forked. If it is one that starts others, these are warm too."""
     _served.clear()
+    _serving.clear()  # the server that has forked this process is one that a process has for itself
     uninstall()
     warm_program.take_place(start, descriptors)
     if _STARTERS.search(" ".join(start.argv)):
@@ -175,6 +183,8 @@ def _start(*given: Any) -> int:
     cwd = os.path.abspath(os.fsdecode(asked["cwd"] or os.getcwd()))
     plain = asked["close_fds"] and all(asked[name] is None for name in ("gid", "groups", "uid", "preexec_fn"))
     if not (plain and os.path.isdir(cwd) and _is_warm(argv, env, cwd) and _has_server()):
+        if os.getpid() in _served and _is_worth(argv):
+            _executed.append(argv)
         return _execute(*given)
     lines = Path("/proc/thread-self/status").read_text().splitlines()
     status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
@@ -212,11 +222,8 @@ def _has_server() -> bool:
 
 
 def _is_warm(argv: Sequence[str], env: Mapping[str, str], folder: str) -> bool:
-    """Whether a command is one of this interpreter that is worth it, and would import what is imported already."""
-    if not argv or argv[0] != sys.executable:
-        return False
-    command = Command.parse(argv)
-    if command is None or not _is_named(command, argv, env, folder):
+    """Whether a command is worth it, and would import what is imported already."""
+    if not _is_worth(argv):
         return False
     if any(_differs(name, env) for name in {*env, *_imported_with()} if not _SET_ANEW.fullmatch(name)):
         return False
@@ -226,13 +233,17 @@ def _is_warm(argv: Sequence[str], env: Mapping[str, str], folder: str) -> bool:
     return not any(_is_other_product(place) or _has_packages(place) for place in places)
 
 
-def _is_named(command: Command, argv: Sequence[str], env: Mapping[str, str], folder: str) -> bool:
+def _is_worth(argv: Sequence[str]) -> bool:
+    """Whether a command is one of this interpreter whose start is mostly imports."""
+    command = Command.parse(argv) if argv and argv[0] == sys.executable else None
+    if command is None:
+        return False
     if command.kind == "-m":
         return _MODULES.fullmatch(command.target) is not None
     if command.kind == "-c":
         return _CODE.match(command.target) is not None
     if Path(command.target) == _SHIM:
-        return _is_warm(command.args[1:], env, folder)
+        return _is_worth(command.args[1:])
     return Path(command.target) in _SCRIPTS or _TESTS in Path(command.target).parents
 
 
