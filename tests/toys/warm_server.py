@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -42,6 +43,8 @@ def preload() -> None:
     for module, names in LAZY.items():
         for name in names:
             getattr(sys.modules[module], name)
+    # torchrun asks its stack for names of functions; source lines, which it does not use, are searched in every module.
+    inspect.stack.__defaults__ = (0,)
     gc.collect()
     gc.freeze()
 
