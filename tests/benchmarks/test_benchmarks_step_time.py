@@ -38,6 +38,7 @@ def test_every_strategy_has_a_row_whose_parts_are_in_it(strategy):
     assert f"| 24x2 | {strategy} |" in table([row])
 
 
+@pytest.mark.long
 def test_a_compiled_step_has_its_share_beside_the_others(monkeypatch: pytest.MonkeyPatch):
     quick = partial(step_time.compile_blocks, backend="eager")  # C++ would take half a minute
     monkeypatch.setattr(step_time, "compile_blocks", quick)

@@ -32,6 +32,7 @@ def test_two_ranks_have_the_losses_of_one(tmp_path: Path):
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_each_side_takes_the_steps_that_it_is_asked_for():
     found = race(SMALL, turns=1, steps=2)
     assert len(found.one) == len(found.two) == 2

@@ -11,6 +11,7 @@ from unittest import mock
 
 import dagster as dg
 import failing_programs
+import pytest
 import yaml
 
 from draftworks.storage.artifacts import Artifact, ArtifactStore
@@ -48,6 +49,7 @@ def load(site: Any, asset: str) -> Artifact:
     return ArtifactStore(site.var).load_current(asset, "small")
 
 
+@pytest.mark.long
 def test_a_streamed_draft_without_failed_samples_is_that_of_a_stored_set_without_them(finished_site, tmp_path):
     site = finished_site.copy(tmp_path)
     shutil.rmtree(site.var / "feature_store")

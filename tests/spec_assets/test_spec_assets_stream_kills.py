@@ -106,7 +106,7 @@ def killing(site, plan: dict[int, str]) -> Iterator[Stream]:
         yield stream
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kills_of_the_control_server_a_producer_and_a_rank_change_nothing(planned, undisturbed, tmp_path: Path):
     site = planned.copy(tmp_path)
     plan = {1: "produce", 3: "control", 5: "train", 9: "control", 13: "produce"}

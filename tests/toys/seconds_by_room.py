@@ -15,7 +15,7 @@ import warm_starts
 OUTPUT = "seconds_by_room"
 OUTPUT_OF_TESTS = "seconds_by_test"
 ELSEWHERE = "imports, collection, servers"
-DEAREST = 400
+DEAREST = 25
 """Tests that are printed; a fixture's seconds are those of the first test that asks for it."""
 DEAR_S = 1.0
 """A test of less is never printed."""

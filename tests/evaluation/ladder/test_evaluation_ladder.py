@@ -22,7 +22,7 @@ from draftworks.evaluation.ladder.replay import replay
 @pytest.fixture(scope="module")
 def answers(tiny_folder) -> Answers:
     torch.set_num_threads(1)
-    return greedy_answers(tiny_folder, prompts=8, max_new_tokens=40)
+    return greedy_answers(tiny_folder, prompts=6, max_new_tokens=40)
 
 
 @pytest.fixture(
@@ -31,7 +31,7 @@ def answers(tiny_folder) -> Answers:
     ids=lambda make: make.__name__,
 )
 def ladder(request, answers, tiny_target) -> Ladder:
-    return build_ladder(answers, tiny_target, steps=80, make=request.param)
+    return build_ladder(answers, tiny_target, steps=60, make=request.param)
 
 
 # What is the loop's own asks of a draft only that it proposes: one that makes chains, and one that makes blocks.

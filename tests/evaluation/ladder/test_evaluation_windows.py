@@ -22,8 +22,6 @@ from ladder_toys import (
     eagle3,
     greedy_answers,
     lilicorr,
-    peagle,
-    xpress,
 )
 
 from draftworks.config.run_files import TargetFiles
@@ -55,7 +53,7 @@ def convolved(parts: TargetParts, samples: list[Sample], **options: Any) -> Draf
 # gates of exports.
 @pytest.mark.parametrize(
     "make",
-    gate_or_long([*LADDER_DRAFTS, anchored, convolved], [eagle3, peagle, dflash, xpress, anchored, convolved]),
+    gate_or_long([*LADDER_DRAFTS, anchored, convolved], [eagle3, dflash, anchored, convolved]),
     ids=lambda make: make.__name__,
 )
 def test_the_walk_equals_the_real_loop_and_one_that_ignores_the_window_does_not(
