@@ -162,6 +162,7 @@ def test_repeated_signals_to_every_process_let_all_ranks_save(first: signal.Sign
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+@pytest.mark.usefixtures("real_starts")
 def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     with started_ranks("wait", tmp_path) as job:
         job.torchrun.kill()

@@ -215,6 +215,7 @@ def listeners() -> list[tuple[str, str]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is Linux's")
+@pytest.mark.usefixtures("real_starts")
 def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path) -> None:
     """Until the job ended, its sockets were reachable only from this machine."""
     stopper = RankStopper(tmp_path)
@@ -232,6 +233,7 @@ def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path) -> None:
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path / "run.yaml") in (p.info["cmdline"] or [])]
 
 
+@pytest.mark.usefixtures("real_starts")
 def test_repeated_signals_to_every_process_leave_the_ranks_time_to_save(tmp_path: Path) -> None:
     """Slurm signals each process of a job twice within a millisecond, the Dagster process among them."""
     with hanging_job("save", tmp_path, grace_s=60) as host:
@@ -244,6 +246,7 @@ def test_repeated_signals_to_every_process_leave_the_ranks_time_to_save(tmp_path
         assert [(tmp_path / f"marker.saved.{rank}").exists() for rank in (0, 1)] == [True, True]
 
 
+@pytest.mark.usefixtures("real_starts")
 def test_ranks_of_a_killed_torchrun_have_time_to_save(tmp_path: Path) -> None:
     with hanging_job("save", tmp_path, grace_s=60) as host:
         (torchrun,) = [p for p in survivors(tmp_path) if "torch.distributed.run" in p.cmdline()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ dataset: chats
 max_length: 96
 data: {{held_out_share: 0.2, workers: 1}}
 responses: {{max_new_tokens: 24, batch_size: 32}}
+evaluation: {{loop: {{prompts: 4}}}}
 capture: {{dtype: float32, compute_dtype: float32, device: cpu, batch_tokens: 2048, budget_gb: 1}}
 strategies:
   eagle3:
@@ -60,6 +62,11 @@ class Site:
         """Run a job in this process."""
         found = self.definitions().resolve_job_def(job)
         return found.execute_in_process(partition_key=partition, raise_on_error=False, **options)
+
+    def evaluate(self, asked: str) -> None:
+        """Give the target another `evaluation`, in YAML."""
+        text = self.target_file.read_text()
+        self.target_file.write_text(re.sub("^evaluation: .*$", f"evaluation: {asked}", text, flags=re.MULTILINE))
 
     def copy(self, root: Path) -> Site:
         shutil.copytree(self.root, root, dirs_exist_ok=True)

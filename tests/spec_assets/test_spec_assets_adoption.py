@@ -20,7 +20,8 @@ from resources.torch_job import JobState
 
 DRAFT, FEATURES = "eagle3_draft", "heldout_eval_features"
 CHECKPOINTS = f"{DRAFT}/small/*.partial/checkpoints/*/checkpoint.json"
-LONG = {"processes": 1, "epochs": 6, "save_every": 6, "log_every": 6}
+LONG = {"processes": 1, "epochs": 12, "save_every": 6, "log_every": 6}
+ENDLESS = {**LONG, "epochs": 5000}
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_a_training_is_taken_over_from_a_killed_run_and_nothing_of_it_differs(cl
 @pytest.mark.slow
 def test_a_run_that_is_cancelled_ends_its_job(cluster: ToyCluster):
     shutil.rmtree(cluster.site.var / DRAFT)
-    run = cluster.start(DRAFT, eagle3_draft={"training": LONG})
+    run = cluster.start(DRAFT, eagle3_draft={"training": ENDLESS})
     wait_until(lambda: bool(cluster.find_ranks("train")) and bool(list(cluster.site.var.glob(CHECKPOINTS))))
     with cluster.open_instance() as instance:  # as the UI does it
         instance.report_run_canceling(cluster.list_runs()[0])

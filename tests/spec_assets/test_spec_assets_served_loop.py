@@ -18,7 +18,6 @@ SERVED = "files: [../log]\nformat: served\nserved: {source_field: metadata.app}\
 MIX = """
 mix: {datasets: [served]}
 evals: [served]
-evaluation: {loop: {prompts: 0}}
 """
 NOUNS = [
     "Hund",
@@ -77,6 +76,7 @@ def test_new_traffic_falls_is_weighed_and_the_next_draft_accepts_more_of_it(site
     (site.registry / "datasets" / "served.yaml").write_text(SERVED)
     (site.registry / "evals").mkdir()
     (site.registry / "evals" / "served.yaml").write_text("dataset: served\npart: held_out\n")
+    site.evaluate("{loop: {prompts: 0}}")
     entry = site.target_file.read_text().replace("held_out_share: 0.2", "held_out_share: 0.25, max_conversations: 220")
     entry = entry.replace("epochs: 3, lr: 0.002", "epochs: 6, lr: 0.006").replace(
         "max_new_tokens: 24", "max_new_tokens: 48"

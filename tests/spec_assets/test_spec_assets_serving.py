@@ -23,12 +23,11 @@ from spec_assets.code_location import build_definitions
 from spec_assets.definitions import REGISTRY
 from spec_assets.serving import judge_agreement
 
-SERVING = "evaluation: {{serving: {{prompts: {prompts}, compute_dtype: float32, device: cpu{more}}}}}\n"
+SERVING = "{{loop: {{prompts: 4}}, serving: {{prompts: {prompts}, compute_dtype: float32, device: cpu{more}}}}}"
 
 
 def ask_for(site: Any, prompts: int, more: str = "") -> None:
-    text = site.target_file.read_text().split("evaluation: {serving")[0]
-    site.target_file.write_text(text + SERVING.format(prompts=prompts, more=more))
+    site.evaluate(SERVING.format(prompts=prompts, more=more))
 
 
 def served_like_the_walk(site: Any, folder: Path) -> Script:

@@ -21,9 +21,7 @@ DFLASH = """  dflash:
     options: {block_size: 3, mask_token_id: 3, num_layers: 1, layer_ids: [2, 4, 5], num_anchors: 8}
     training: {global_batch_size: 8, micro_batch_size: 8, epochs: 10, lr: 0.01, compute_dtype: float32, device: cpu}
 """
-SERVING = (
-    "evaluation: {loop: {prompts: 0}, serving: {prompts: 3, concurrency: 3, compute_dtype: float32, device: cpu}}\n"
-)
+SERVING = "{loop: {prompts: 0}, serving: {prompts: 3, concurrency: 3, compute_dtype: float32, device: cpu}}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,8 @@ def served(shared_site, request: pytest.FixtureRequest, tmp_path_factory: pytest
     text = text.replace("max_new_tokens: 24", "max_new_tokens: 16").rstrip() + "\n"
     if strategy == "dflash":
         text = text[: text.index("  eagle3:\n")] + DFLASH
-    site.target_file.write_text(text + EXPORT + SERVING)
+    site.target_file.write_text(text + EXPORT)
+    site.evaluate(SERVING)
     (site.registry / "deployment.yaml").write_text(f"sglang: {{python: {SGLANG.python}}}\n")
     result = site.run()
     assert result.success, [event.message for event in result.all_events if event.is_failure]
