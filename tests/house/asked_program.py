@@ -24,7 +24,8 @@ def stay() -> None:
     from draftworks.distributed.parent_death import die_with_parent
 
     die_with_parent()
-    print(json.dumps({"rank": os.environ["LOCAL_RANK"], "pid": os.getpid(), "parent": os.getppid()}), flush=True)
+    told = {"rank": os.environ["LOCAL_RANK"], "pid": os.getpid(), "parent": os.getppid()}
+    os.write(1, f"{json.dumps(told)}\n".encode())  # at once: the other rank writes there too
     time.sleep(60)
 
 

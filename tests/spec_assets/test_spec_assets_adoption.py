@@ -20,7 +20,7 @@ from resources.torch_job import JobState
 
 DRAFT, FEATURES = "eagle3_draft", "heldout_eval_features"
 CHECKPOINTS = f"{DRAFT}/small/*.partial/checkpoints/*/checkpoint.json"
-LONG = {"processes": 1, "epochs": 12, "save_every": 6, "log_every": 6}
+LONG = {"processes": 1, "epochs": 8, "save_every": 6, "log_every": 6}
 ENDLESS = {**LONG, "epochs": 5000}
 
 

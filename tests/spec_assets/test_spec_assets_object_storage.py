@@ -40,9 +40,9 @@ def write_deployment(site: Any, server: S3Server, user: str = "WRITER") -> None:
 
 
 @pytest.fixture(scope="module")
-def stored_away(finished: Any, server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def stored_away(finished_site: Any, server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The finished site without its features and all that follows from them, run again with features on the server."""
-    site = finished.site.copy(tmp_path_factory.mktemp("away"))
+    site = finished_site.copy(tmp_path_factory.mktemp("away"))
     for made in ("feature_store", "eval_cache", *MADE_OF_FEATURES):
         shutil.rmtree(site.var / made, ignore_errors=True)
     write_deployment(site, server)
@@ -61,16 +61,16 @@ def read_files(var: Path, asset: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
-def test_the_draft_is_that_of_local_features_bit_for_bit(finished: Any, stored_away: Any):
+def test_the_draft_is_that_of_local_features_bit_for_bit(finished_site: Any, stored_away: Any):
     for asset in ("eagle3_draft", "eagle3_export"):
-        expected, found = read_files(finished.site.var, asset), read_files(stored_away.var, asset)
+        expected, found = read_files(finished_site.var, asset), read_files(stored_away.var, asset)
         assert expected
         weights = [name for name in expected if "checkpoints" not in name]
         assert weights
         assert [name for name in weights if expected[name] != found[name]] == []
     for asset in ("training_features", "heldout_eval_features", "eagle3_draft"):
         found, expected = (
-            ArtifactStore(root).load_current(asset, "small") for root in (stored_away.var, finished.site.var)
+            ArtifactStore(root).load_current(asset, "small") for root in (stored_away.var, finished_site.var)
         )
         assert (found.path.name, found.data_version) == (expected.path.name, expected.data_version), asset
 
@@ -123,9 +123,9 @@ def test_conversations_on_the_server_are_the_same_data(stored_away: Any, server:
 
 
 def test_keys_that_may_not_write_end_the_capture_before_anything_is_computed(
-    finished: Any, server: S3Server, tmp_path: Path
+    finished_site: Any, server: S3Server, tmp_path: Path
 ):
-    site = finished.site.copy(tmp_path)
+    site = finished_site.copy(tmp_path)
     for made in ("feature_store", "eval_cache", *MADE_OF_FEATURES):
         shutil.rmtree(site.var / made, ignore_errors=True)
     write_deployment(site, server, "READER")

@@ -30,7 +30,7 @@ from resources.scheduler_launcher import SchedulerLauncher
 from resources.slurm_scheduler import SlurmScheduler
 from resources.torch_job import JobIdentity, JobState, RunDir, TorchJob
 
-# The first of them makes `finished` too: on a busy machine that alone takes minutes.
+# The first of them makes `finished_site` too: on a busy machine that alone takes minutes.
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 WEIGHTS = "model.safetensors"
 
@@ -45,9 +45,9 @@ def find_draft(site: Any) -> Path:
     return ArtifactStore(site.var).load_current("eagle3_draft", "small").path
 
 
-def write_run(finished: Any, out: Path, **training: Any) -> TrainRun:
+def write_run(finished_site: Any, out: Path, **training: Any) -> TrainRun:
     """The run file of the finished draft, with a folder of its own."""
-    (path,) = finished.site.var.glob("runs/*/eagle3_draft/run.yaml")
+    (path,) = finished_site.var.glob("runs/*/eagle3_draft/run.yaml")
     run = TrainRun.load(path)
     return run.model_copy(update={"out": out, "training": run.training.model_copy(update=training)})
 
@@ -76,8 +76,10 @@ def wait_for_words(scheduler: SlurmScheduler, id: str, files: RunDir, words: str
     )
 
 
-def test_the_graph_on_slurm_gives_the_local_draft_bit_for_bit(finished: Any, cluster: SlurmCluster, tmp_path: Path):
-    site = finished.site.copy(tmp_path / "site")
+def test_the_graph_on_slurm_gives_the_local_draft_bit_for_bit(
+    finished_site: Any, cluster: SlurmCluster, tmp_path: Path
+):
+    site = finished_site.copy(tmp_path / "site")
     shutil.rmtree(site.var)
     launcher = {"kind": "slurm", "commands": str(cluster.commands), "poll_interval_s": 0.2}
     (site.registry / "deployment.yaml").write_text(yaml.safe_dump({"launcher": launcher}))
@@ -86,13 +88,13 @@ def test_the_graph_on_slurm_gives_the_local_draft_bit_for_bit(finished: Any, clu
         result = job.execute_in_process(partition_key="small", raise_on_error=False, instance=instance)
     assert result.success, [event.message for event in result.all_events if event.is_failure]
     for asset in ("eagle3_draft", "eagle3_export"):
-        here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished.site))
+        here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished_site))
         weights = [path.relative_to(there.path) for path in there.path.rglob("*.safetensors")]
         kept = [path for path in weights if "checkpoints" not in path.parts]
         assert kept
         assert [path for path in kept if (here.path / path).read_bytes() != (there.path / path).read_bytes()] == []
     for asset in ("training_features", "eagle3_draft"):
-        here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished.site))
+        here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished_site))
         assert (here.path.name, here.data_version) == (there.path.name, there.data_version), asset
     assert cluster.ask("squeue", "--noheader") == ""
     assert not list(site.var.rglob("job.json"))
@@ -109,9 +111,11 @@ def read_features(site: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.long
-def test_workers_are_an_array_and_a_killed_one_changes_no_byte(finished: Any, cluster: SlurmCluster, tmp_path: Path):
+def test_workers_are_an_array_and_a_killed_one_changes_no_byte(
+    finished_site: Any, cluster: SlurmCluster, tmp_path: Path
+):
     """The first job waits until a copy was killed and has begun again, so that copies do the work that is then compared."""
-    site = finished.site.copy(tmp_path / "site")
+    site = finished_site.copy(tmp_path / "site")
     shutil.rmtree(site.var)
     begin = tmp_path / "begin"
     hold = f'[ -n "${{DRAFTWORKS_COPY:-}}" ] || while [ ! -e {begin} ]; do sleep 0.1; done'
@@ -138,9 +142,9 @@ def test_workers_are_an_array_and_a_killed_one_changes_no_byte(finished: Any, cl
         )
     assert result.success, [event.message for event in result.all_events if event.is_failure]
     for asset in ("responses", "training_features"):
-        here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished.site))
+        here, there = (ArtifactStore(each.var).load_current(asset, "small") for each in (site, finished_site))
         assert (here.path.name, here.data_version) == (there.path.name, there.data_version), asset
-    here, there = read_features(site), read_features(finished.site)
+    here, there = read_features(site), read_features(finished_site)
     assert here.keys() == there.keys()
     for sample, features in there.items():
         assert all(torch.equal(features[name], here[sample][name]) for name in features), sample
@@ -153,19 +157,19 @@ def test_workers_are_an_array_and_a_killed_one_changes_no_byte(finished: Any, cl
 
 
 @pytest.mark.parametrize("shard_within", gate_or_long(["job", "node"], ["node"]))
-def test_two_nodes_train_what_one_does(finished: Any, shard_within: str, cluster: SlurmCluster, tmp_path: Path):
-    run = write_run(finished, tmp_path / "out", shard_within=shard_within)
+def test_two_nodes_train_what_one_does(finished_site: Any, shard_within: str, cluster: SlurmCluster, tmp_path: Path):
+    run = write_run(finished_site, tmp_path / "out", shard_within=shard_within)
     scheduler, id, files = start(cluster, run, tmp_path, nodes=2)
     assert wait_for_end(scheduler, id) is JobState.SUCCEEDED, files.log.read_text()
-    found, expected = load_file(tmp_path / "out" / WEIGHTS), load_file(find_draft(finished.site) / WEIGHTS)
+    found, expected = load_file(tmp_path / "out" / WEIGHTS), load_file(find_draft(finished_site) / WEIGHTS)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
-def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster: SlurmCluster, tmp_path: Path):
-    run = write_run(finished, tmp_path / "out", epochs=16.0, save_every=10, log_every=5)
+def test_after_a_lost_node_a_training_goes_on_with_fewer(finished_site: Any, cluster: SlurmCluster, tmp_path: Path):
+    run = write_run(finished_site, tmp_path / "out", epochs=16.0, save_every=10, log_every=5)
     run.out.mkdir()
     file = run.save(tmp_path / "run.yaml")
     own = {"kind": "slurm", "commands": str(cluster.commands), "poll_interval_s": 0.2, "nodes": 2, "min_nodes": 1}
@@ -196,8 +200,10 @@ def test_after_a_lost_node_a_training_goes_on_with_fewer(finished: Any, cluster:
 
 
 @pytest.mark.long
-def test_a_cancelled_training_leaves_a_checkpoint_and_goes_on(finished: Any, cluster: SlurmCluster, tmp_path: Path):
-    run = write_run(finished, tmp_path / "out", epochs=2000.0, save_every=0, log_every=1)
+def test_a_cancelled_training_leaves_a_checkpoint_and_goes_on(
+    finished_site: Any, cluster: SlurmCluster, tmp_path: Path
+):
+    run = write_run(finished_site, tmp_path / "out", epochs=2000.0, save_every=0, log_every=1)
     scheduler, id, files = start(cluster, run, tmp_path / "first", nodes=1)
     wait_for_words(scheduler, id, files, "step=3")
     cluster.ask("scancel", id)
