@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,8 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if os.environ.get("WARM", "1") != "0":
-        warm_starts.install()
+    warm_starts.install_unless_unwanted()
     config.pluginmanager.register(SecondsByRoom(config))
 
 
@@ -92,8 +90,7 @@ def real_starts() -> Iterator[None]:
     """Programs are executed, with all that they import: for one test of each kind in which processes die."""
     warm_starts.uninstall()
     yield
-    if os.environ.get("WARM", "1") != "0":
-        warm_starts.install()
+    warm_starts.install_unless_unwanted()
 
 
 @pytest.fixture(scope="session")

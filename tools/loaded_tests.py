@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (
-    *(f"tests/house/test_house_{name}.py" for name in ("waiting", "leftovers", "ports")),
+    *(f"tests/house/test_house_{name}.py" for name in ("waiting", "leftovers", "ports", "warm_starts")),
     *(
         f"tests/resources/test_resources_{name}.py"
         for name in ("launcher_contract", "local_launcher", "scheduler_launcher", "kubernetes_launcher", "companions")

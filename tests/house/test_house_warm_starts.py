@@ -25,8 +25,8 @@ Begin = Callable[..., subprocess.Popen[str]]
 @pytest.fixture(params=["real", "warm"])
 def begin(request: pytest.FixtureRequest) -> Iterator[Begin]:
     """Starts the program with an action."""
-    if request.param == "real":
-        warm_starts.uninstall()
+    set_up = {"real": warm_starts.uninstall, "warm": warm_starts.install}[request.param]
+    set_up()
     started: list[subprocess.Popen[str]] = []
 
     def start(action: str, **options: Any) -> subprocess.Popen[str]:
@@ -38,7 +38,7 @@ def begin(request: pytest.FixtureRequest) -> Iterator[Begin]:
     for each in started:
         each.kill()
         each.communicate()
-    warm_starts.install()
+    warm_starts.install_unless_unwanted()
 
 
 def told(process: subprocess.Popen[str]) -> dict[str, Any]:

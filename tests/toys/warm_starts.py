@@ -112,6 +112,14 @@ def install() -> None:
     _posixsubprocess.fork_exec = subprocess._fork_exec = _start  # type: ignore[attr-defined]
 
 
+def install_unless_unwanted() -> None:
+    """Start warm what can be, unless the session was asked for real starts (WARM=0)."""
+    if os.environ.get("WARM", "1") != "0":
+        install()
+    else:
+        uninstall()
+
+
 def _begin_server(env: Mapping[str, str]) -> None:
     requests, theirs = socket.socketpair()
     command = [sys.executable, str(Path(__file__).with_name("warm_server.py")), str(theirs.fileno())]
