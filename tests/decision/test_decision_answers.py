@@ -13,7 +13,7 @@ from draftworks.decision.answers import AnswerFile
 from draftworks.decision.record import Choice, save_decision
 from draftworks.errors import StoreError
 
-MAX_USES = 200
+MAX_CHANGES = 200
 
 
 def test_an_answer_is_to_the_newest_decision(tmp_path: Path):
@@ -51,9 +51,9 @@ def test_a_hold_lasts_until_it_is_released(tmp_path: Path):
     assert file.path.read_text().count("\n") == 2
 
 
-def test_killed_at_any_use_of_the_file_system_an_answer_is_there_or_not(tmp_path: Path):
+def test_killed_at_any_change_of_the_file_system_an_answer_is_there_or_not(tmp_path: Path):
     found = []
-    for event in range(MAX_USES):
+    for event in range(MAX_CHANGES):
         file = AnswerFile(tmp_path / str(event))
         decision = save_decision(file.var, decided())
         killed = killed_before(event, partial(file.accept, "small", "eagle3", None, "me", "", NOW))

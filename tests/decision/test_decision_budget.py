@@ -15,7 +15,7 @@ from kill_points import killed_before
 from draftworks.decision.budget import BudgetFile, Correction, Ledger, Outcome
 from draftworks.errors import StoreError
 
-MAX_USES = 200
+MAX_CHANGES = 200
 HOURS = st.floats(0, 50)
 
 
@@ -95,12 +95,12 @@ def test_a_correction_of_nothing_and_lines_that_contradict_each_other_are_clear_
 
 
 @pytest.mark.parametrize("work", ["charge", "correct"])
-def test_killed_at_any_use_of_the_file_system_the_ledger_is_whole(tmp_path: Path, work: str):
+def test_killed_at_any_change_of_the_file_system_the_ledger_is_whole(tmp_path: Path, work: str):
     first, second = charged("a", 4.0), charged("b", 4.0)
     before = Ledger().add(first)
     after = before.add(second) if work == "charge" else before.add(ended(first, 1.0, NOW))
     found = []
-    for event in range(MAX_USES):
+    for event in range(MAX_CHANGES):
         file = BudgetFile(tmp_path / str(event))
         file.charge([first], 10.0, NOW)
         does = (

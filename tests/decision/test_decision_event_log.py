@@ -14,7 +14,7 @@ from draftworks.decision.answers import Hold
 from draftworks.decision.event_log import EventLog
 from draftworks.errors import StoreError
 
-MAX_USES = 200
+MAX_CHANGES = 200
 
 
 def log_in(folder: Path) -> EventLog[Hold]:
@@ -102,9 +102,9 @@ def test_what_is_no_file_is_one_clear_error(tmp_path: Path):
         log.read()
 
 
-def test_killed_at_any_use_of_the_file_system_the_events_before_are_whole(tmp_path: Path):
+def test_killed_at_any_change_of_the_file_system_the_events_before_are_whole(tmp_path: Path):
     outcomes = []
-    for event in range(MAX_USES):
+    for event in range(MAX_CHANGES):
         log = log_in(tmp_path / str(event))
         append(log, "a")
         log.path.write_bytes(log.path.read_bytes() + b'{"torn')  # what an earlier killed one has left
@@ -121,7 +121,7 @@ def test_killed_at_any_use_of_the_file_system_the_events_before_are_whole(tmp_pa
 
 
 def test_a_first_event_that_is_killed_leaves_no_file_or_a_whole_one(tmp_path: Path):
-    for event in range(MAX_USES):
+    for event in range(MAX_CHANGES):
         log = log_in(tmp_path / str(event))
         killed = killed_before(event, partial(append, log, "a"))
         assert names(log) in ([], ["a"])

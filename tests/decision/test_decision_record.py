@@ -145,7 +145,7 @@ def test_writers_at_once_leave_every_decision_once(tmp_path: Path):
 
 
 def test_a_kill_leaves_one_whole_decision_and_the_next_save_goes_on(tmp_path: Path):
-    """At every use of the file system: the newest one is the former or the new one, and no number is lost or given twice."""
+    """At every change of the file system: the newest one is the former or the new one, and no number is lost or given twice."""
     second = replace(DECISION, subject="cdef", choice=Choice.RETRAIN)
     for event in itertools.count():
         var = tmp_path / str(event)

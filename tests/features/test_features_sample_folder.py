@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,26 +28,43 @@ from draftworks.features import sample_folder
 from draftworks.features.contracts import SampleRef
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
 
-WRITER = """
-import sys, torch
-from pathlib import Path
-from draftworks.features.contracts import SampleRef
-from draftworks.features.shared_dir_store import SharedDirFeatureStore
-store = SharedDirFeatureStore(Path(sys.argv[1]))
-print("ready", flush=True)
-value = float(sys.argv[2])
-while sys.stdin.readline():
-    ref = SampleRef("s1", "", "", "", {"last": ""}, {})
-    print(store.put(ref, {"last": torch.full((400, 64), value)}).to_json(), flush=True)
-    value += 2.0
-"""
+FORK = multiprocessing.get_context("fork")
 
 
-def start_writer(root: Path, value: float = 0.0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WRITER, str(root), str(value)]
-    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout.readline() == "ready\n"
-    return writer
+@dataclass(frozen=True)
+class Writer:
+    """A process that puts a sample, of a value two higher each time, whenever it is told to."""
+
+    process: BaseProcess
+    orders: Connection
+    refs: Connection
+
+    @classmethod
+    def start(cls, root: Path, value: float = 0.0) -> Writer:
+        orders, refs = FORK.Pipe(duplex=False), FORK.Pipe(duplex=False)
+        process = FORK.Process(target=_put_whenever_told, args=(root, value, orders[0], refs[1]))
+        process.start()
+        orders[0].close()
+        refs[1].close()
+        return cls(process, orders[1], refs[0])
+
+    def order(self, puts: int) -> None:
+        for _ in range(puts):
+            self.orders.send(True)
+
+    def end(self) -> int:
+        self.process.join()
+        for each in (self.orders, self.refs):
+            each.close()
+        return self.process.exitcode
+
+
+def _put_whenever_told(root: Path, value: float, orders: Connection, refs: Connection) -> None:
+    store = SharedDirFeatureStore(root)
+    while orders.recv():
+        ref = SampleRef("s1", "", "", "", {"last": ""}, {})
+        refs.send(store.put(ref, {"last": torch.full((400, 64), value)}))
+        value += 2.0
 
 
 def whole(tensor: Tensor) -> bool:
@@ -61,13 +81,12 @@ def test_a_killed_writer_leaves_whole_samples_or_none(tmp_path: Path):
     generator = random.Random(7)
     for attempt in range(3):
         root = tmp_path / str(attempt)
-        writer = start_writer(root)
-        writer.stdin.write("\n" * 500)
-        writer.stdin.flush()
-        writer.stdout.readline()
+        writer = Writer.start(root)
+        writer.order(500)
+        writer.refs.recv()
         time.sleep(generator.uniform(0.0, 0.05))
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
+        writer.process.kill()
+        assert writer.end() == -signal.SIGKILL
         store = SharedDirFeatureStore(root, staging_age_s=0.0)
         ref = newest_ref(store, root)
         assert whole(store.get(ref)[0]["last"])
@@ -76,22 +95,18 @@ def test_a_killed_writer_leaves_whole_samples_or_none(tmp_path: Path):
         assert len(list((root / "samples").glob("*/*"))) == 1
 
 
-DYING_WRITER = """
-import importlib, os, signal, sys, torch
-from pathlib import Path
-from draftworks.features.contracts import SampleRef
-from draftworks.features.shared_dir_store import SharedDirFeatureStore
-module, name, when = sys.argv[2:]
-store = SharedDirFeatureStore(Path(sys.argv[1]))
-holder = importlib.import_module(module)
-done = getattr(holder, name)
-def die(*args, **kwargs):
-    if when == "after":
-        done(*args, **kwargs)
-    os.kill(os.getpid(), signal.SIGKILL)
-setattr(holder, name, die)
-store.put(SampleRef("s1", "", "", "", {"last": ""}, {}), {"last": torch.full((400, 64), 1.0)})
-"""
+def put_and_die(root: Path, module: str, name: str, when: str) -> None:
+    holder = importlib.import_module(module)
+    done = getattr(holder, name)
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        if when == "after":
+            done(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(holder, name, die)
+    ref = SampleRef("s1", "", "", "", {"last": ""}, {})
+    SharedDirFeatureStore(root).put(ref, {"last": torch.full((400, 64), 1.0)})
 
 
 @pytest.mark.parametrize(
@@ -108,8 +123,10 @@ def test_a_writer_killed_at_a_given_moment_leaves_a_whole_sample_or_none(
     tmp_path: Path, module: str, name: str, when: str, samples: int
 ):
     store = SharedDirFeatureStore(tmp_path, staging_age_s=0.0)
-    done = subprocess.run([sys.executable, "-c", DYING_WRITER, str(tmp_path), module, name, when])
-    assert done.returncode == -signal.SIGKILL
+    writer = FORK.Process(target=put_and_die, args=(tmp_path, module, name, when))
+    writer.start()
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
     assert store.health() | {"samples": samples, "staging_files": 1} == store.health()
     if samples:
         assert whole(store.get(newest_ref(store, tmp_path))[0]["last"])
@@ -118,12 +135,13 @@ def test_a_writer_killed_at_a_given_moment_leaves_a_whole_sample_or_none(
 
 
 def test_two_processes_that_put_one_sample_end_with_one_whole_winner(tmp_path: Path):
-    writers = [start_writer(tmp_path, value) for value in (0.0, 1.0)]
+    writers = [Writer.start(tmp_path, value) for value in (0.0, 1.0)]
     for writer in writers:
-        writer.stdin.write("\n" * 30)
-        writer.stdin.flush()
-    refs = [SampleRef.from_json(line) for w in writers for line in w.communicate()[0].splitlines()]
-    assert [writer.returncode for writer in writers] == [0, 0]
+        writer.order(30)
+    refs = [writer.refs.recv() for writer in writers for _ in range(30)]
+    for writer in writers:
+        writer.orders.send(False)
+        assert writer.end() == 0
     assert len({generation(ref) for ref in refs}) == len(refs) == 60
     store = SharedDirFeatureStore(tmp_path, retain_on_release=True)
     winner = max(refs, key=generation)

@@ -97,7 +97,7 @@ def test_locks_are_free_afterwards(var: Path):
 
 
 def test_a_removal_killed_at_any_moment_leaves_whole_results_and_the_next_one_ends_it(tmp_path: Path):
-    for step in count(0, 3):
+    for step in count():
         folder = tmp_path / str(step)
         old, new = make_result(folder, "x_draft", lr=1), make_result(folder, "x_draft", lr=2)
         planned = plan(folder)

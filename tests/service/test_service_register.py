@@ -17,7 +17,7 @@ from draftworks.errors import StoreError
 from draftworks.service.record import Canary, InService
 from draftworks.service.register import RECORD, ConflictError, ServiceRegister
 
-MAX_USES = 200
+MAX_CHANGES = 200
 
 
 @pytest.fixture
@@ -113,9 +113,9 @@ def test_a_lost_history_is_said(register: ServiceRegister):
         register.read_history()
 
 
-def test_killed_at_any_use_of_the_file_system_one_whole_record_is_in_service(tmp_path: Path):
+def test_killed_at_any_change_of_the_file_system_one_whole_record_is_in_service(tmp_path: Path):
     outcomes = []
-    for event in range(MAX_USES):
+    for event in range(MAX_CHANGES):
         register = ServiceRegister(tmp_path / str(event), TARGET, STRATEGY)
         put(register, "a", None)
         killed = killed_before(event, partial(put, register, "b", "a"))
@@ -129,7 +129,7 @@ def test_killed_at_any_use_of_the_file_system_one_whole_record_is_in_service(tmp
     assert not killed
     changed = outcomes.index("b")
     assert outcomes == ["a"] * changed + ["b"] * (len(outcomes) - changed)
-    assert len(outcomes) - changed > 2  # it was killed after the commit too
+    assert len(outcomes) - changed > 1  # it was killed after the commit too
 
 
 def _contend(var: Path, worker: int, results: multiprocessing.SimpleQueue) -> None:

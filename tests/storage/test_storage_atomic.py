@@ -95,7 +95,7 @@ def replacing(path: Path, generation: int) -> None:
 
 @pytest.mark.parametrize("work", [publishing, replacing])
 @pytest.mark.parametrize("there", [False, True])
-def test_a_kill_before_any_use_of_the_file_system_leaves_the_old_folder_the_new_one_or_none(
+def test_a_kill_before_any_change_of_the_file_system_leaves_the_old_folder_the_new_one_or_none(
     tmp_path: Path, work: Callable[[Path, int], None], there: bool
 ) -> None:
     seen = set()
@@ -112,7 +112,7 @@ def test_a_kill_before_any_use_of_the_file_system_leaves_the_old_folder_the_new_
         assert list(path.parent.iterdir()) == [path]
         if not killed:
             break
-    assert event >= 10
+    assert event >= 5
     assert seen == ({None, 1, 2} if there else {None, 2})
 
 

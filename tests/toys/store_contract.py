@@ -27,7 +27,7 @@ from draftworks.features.contracts import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.bool]
-MAX_USES = 400
+MAX_CHANGES = 400
 """Uses of the file system by one put, at most."""
 
 
@@ -306,11 +306,11 @@ class WritingContract(ReadingContract):
             store.gc()
             assert harness.leftovers() == []
 
-    def test_a_writer_killed_before_any_use_of_files_leaves_whole_samples_or_none(self, harness: StoreHarness):
+    def test_a_writer_killed_before_any_change_of_files_leaves_whole_samples_or_none(self, harness: StoreHarness):
         if not isinstance(harness, FileHarness):
             return
         kept, first = harness.fill(0), harness.fill(1)
-        for event in range(MAX_USES):
+        for event in range(MAX_CHANGES):
             new = toy_ref(10 + event)
             killed = killed_before(event, partial(_put_two, harness.open(), 10 + event, 1))
             store = harness.open()

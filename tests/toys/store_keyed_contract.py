@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from features_toys import toy_ref, toy_tensors
 from kill_points import killed_before
-from store_contract import MAX_USES, WritingContract, read, require_whole_or_missing
+from store_contract import MAX_CHANGES, WritingContract, read, require_whole_or_missing
 from store_harness import FileHarness, StoreHarness, put, run_elsewhere
 
 from draftworks.errors import StoreError
@@ -191,7 +191,7 @@ class FreeingContract(KeyedContract):
         if not isinstance(harness, FileHarness):
             return
         kept = harness.fill(0)
-        for event in range(MAX_USES):
+        for event in range(MAX_CHANGES):
             ref = harness.fill(1)
             killed = killed_before(event, lambda: _free(harness, keys_of(1)))
             store = harness.open()
