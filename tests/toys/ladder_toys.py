@@ -86,9 +86,21 @@ def greedy_answers(folder: Path, prompts: int, max_new_tokens: int, model: PreTr
     """Of the embedded target in `folder`, or of a model with its tokenizer."""
     if model is None:
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    return _answer(folder, _rows(folder, prompts), max_new_tokens, model)
+
+
+def short_answers(folder: Path) -> Answers:
+    """Of the embedded target in `folder`, three that it ends itself, after 20 to 29 tokens."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    answers = _answer(folder, _rows(folder, 24)[14:17], 40, model)
+    assert sorted(len(sample.answer) for sample in answers.samples) == [20, 22, 29]
+    return answers
+
+
+def _answer(folder: Path, rows: list[dict], max_new_tokens: int, model: PreTrainedModel) -> Answers:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     limits = DecodingLimits(max_new_tokens, (tokenizer.eos_token_id,))
-    return Answers(model, [_answered(model, tokenizer, row, limits) for row in _rows(folder, prompts)], limits)
+    return Answers(model, [_answered(model, tokenizer, row, limits) for row in rows], limits)
 
 
 def build_ladder(answers: Answers, target: TargetFiles, steps: int, make: MakeDraft) -> Ladder:
@@ -175,7 +187,7 @@ LADDER_DRAFTS = (eagle3, dflash, dflash2, domino, dspark, lilicorr, peagle, xpre
 
 def _teach(ladder: Ladder, steps: int) -> None:
     model = ladder.strategy.model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batch = ladder.batch(ladder.samples)
     for step in range(steps):
         output = ladder.strategy.forward_loss(batch, StepContext(step, steps, training=True))

@@ -22,7 +22,7 @@ from draftworks.evaluation.ladder.replay import replay_all
 @pytest.fixture(scope="module")
 def ladder(tiny_folder, tiny_target) -> Ladder:
     torch.set_num_threads(1)
-    return build_ladder(greedy_answers(tiny_folder, prompts=8, max_new_tokens=32), tiny_target, steps=40, make=eagle3)
+    return build_ladder(greedy_answers(tiny_folder, prompts=5, max_new_tokens=20), tiny_target, steps=25, make=eagle3)
 
 
 def traces(ladder: Ladder) -> dict[str, AnswerTrace]:
@@ -139,7 +139,7 @@ def test_what_a_prompt_draws_depends_on_its_sample_id_and_the_seed_alone(ladder:
             return speculate_as_ever(*arguments)
 
         monkeypatch.setattr(loop_module, "speculate", listening)
-        loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, DecodingLimits(16), TTT, seed)
+        loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, DecodingLimits(6), TTT, seed)
         found = loop.measure(prompts, 1.0).prompts
         return {each.sample_id: (seeds[each.sample_id], each.passes, each.accepted, each.histogram) for each in found}
 

@@ -38,7 +38,7 @@ WINDOW, EVERYTHING = 6, 4096
 @pytest.fixture(scope="module")
 def answers(tiny_folder) -> Answers:
     torch.set_num_threads(1)
-    return greedy_answers(tiny_folder, prompts=5, max_new_tokens=20)
+    return greedy_answers(tiny_folder, prompts=3, max_new_tokens=16)
 
 
 def anchored(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
