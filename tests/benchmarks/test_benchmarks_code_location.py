@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import code_location
+import pytest
 
 from draftworks.targets.registry import Registry
 
 
+@pytest.mark.long
 def test_every_target_of_its_registry_passes_the_check(tmp_path: Path) -> None:
     code_location.make_registry(tmp_path / "registry", 2)
     assert len(Registry(tmp_path / "registry").list_targets()) == 2

@@ -25,6 +25,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 SMALL = gpu.Case("tiny", (24, 12), "bfloat16", "auto", False, steps=1, warm_up=0)
 
 
+@pytest.mark.long
 def test_prints_tables_and_writes_json_where_there_is_no_dagster(tmp_path: Path) -> None:
     options = ["--size", "tiny", "--strategy", "dflash", "--length", "24", "--batch", "2", "--steps", "2"]
     command = [sys.executable, "-c", ALONE, str(SCRIPT), *options, "--warm-up", "1", "--device", "cpu"]

@@ -8,6 +8,7 @@ import pytest
 from hf_rates import Rate, measure, print_turns
 
 
+@pytest.mark.long
 def test_all_sides_make_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     turns = measure(tmp_path, conversations=5, turns=1)
     tokens = {name: rates[0].tokens for name, rates in turns.items()}

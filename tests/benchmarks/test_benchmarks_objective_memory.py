@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "objective_memory.py"
 
 
+@pytest.mark.long
 def test_prints_a_table_with_what_a_label_costs_and_one_json_line_per_size(tmp_path: Path) -> None:
     sizes = ["--strategies", "domino", "--samples", "1", "--samples", "2", "--vocab", "512", "--length", "24"]
     command = [sys.executable, str(SCRIPT), *sizes, "--json", str(tmp_path / "out.jsonl")]

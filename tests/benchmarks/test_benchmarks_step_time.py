@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import step_time
 import torch
+from coverings import gate_or_long
 from step_time import OperatorClock, StepTime, aims, measure_case, table
 from train_step import STRATEGIES, Case
 
@@ -29,7 +30,7 @@ def test_counts_every_product_at_its_sizes_and_strides():
     assert clock.seconds["attention"] == 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", gate_or_long(STRATEGIES, ["eagle3", "dspark"]))
 def test_every_strategy_has_a_row_whose_parts_are_in_it(strategy):
     row = measure_case(Case(24, 2, strategy, **SMALL), steps=2, square=64)
     parts = (row.products_ms, row.attention_ms, row.passes_ms, row.optimizer_ms, row.products_alone_ms)

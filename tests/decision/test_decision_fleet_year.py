@@ -9,10 +9,7 @@ from decision_oracle import oracle_count_prompts, oracle_decide, oracle_promote
 from fleet_figures import Year, simulate
 from fleet_simulation import Settings
 
-SHORT = (
-    Settings(seed=0, targets=24, step_hours=12, resamples=300),
-    Settings(seed=1, targets=24, step_hours=12, resamples=300),
-)
+SHORT = (Settings(seed=1, targets=24, step_hours=24, resamples=200),)
 FULL = tuple(Settings(seed=seed, targets=100, step_hours=1, resamples=500) for seed in range(10, 13))
 
 

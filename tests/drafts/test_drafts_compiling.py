@@ -15,6 +15,7 @@ from draftworks.features.contracts import TrainBatch
 from draftworks.training.compiling import compile_blocks
 
 VOCAB = 32
+CASES = [Case("eagle3"), Case("peagle", {"num_layers": 1}), Case("dspark"), Case("peagle", {"num_layers": 3})]
 SEEN, NEW = ((14, 4, 9), (13, 10)), ((17, 6), (8, 19, 16))
 """Lengths of the samples of batches."""
 
@@ -36,9 +37,7 @@ def batch_of(strategy: DraftStrategy, lengths: tuple[int, ...]) -> TrainBatch:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    "case", gate_or_long([Case("dspark"), Case("peagle", {"num_layers": 3})], [Case("dspark")]), ids=str
-)
+@pytest.mark.parametrize("case", gate_or_long(CASES, [Case("eagle3"), Case("peagle", {"num_layers": 1})]), ids=str)
 def test_batches_of_other_shapes_need_no_other_code(case: Case) -> None:
     graphs: list[fx.GraphModule] = []
 

@@ -33,6 +33,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetFiles) 
     return files
 
 
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a third of the time of such a small evaluation: tests/evaluation/report/test_evaluation_plots.py."""
+    monkeypatch.setattr("draftworks.evaluation.report.plots.render_png", lambda figure: b"")
+
+
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The targets that are loaded from here on."""
@@ -48,7 +54,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run_of(files: RunFiles, out: Path, cache: Path | None, slices: tuple[str, ...] = (), **loop: Any) -> EvaluateRun:
-    spec = EvaluationSpec(loop=LoopSpec(**loop), slices=list(slices), resamples=100)
+    spec = EvaluationSpec(loop=LoopSpec(**{"prompts": 2, **loop}), slices=list(slices), resamples=100)
     return files.evaluate_run(out=out, evaluation=spec, loop_cache=cache)
 
 
@@ -113,8 +119,8 @@ def test_rungs_1_and_4_are_measured_at_the_temperatures_that_servers_sample_at(
         {"max_new_tokens": 5},
         {"max_length": 40},
         {"seed": 1},
-        {"evaluation": EvaluationSpec(loop=LoopSpec(prompts=2))},
-        {"evaluation": EvaluationSpec(loop=LoopSpec(compute_dtype="bfloat16"))},
+        {"evaluation": EvaluationSpec(loop=LoopSpec(prompts=1))},
+        {"evaluation": EvaluationSpec(loop=LoopSpec(prompts=2, compute_dtype="bfloat16"))},
         {"evaluation": EvaluationSpec(draft_tokens=1)},
     ],
     ids=lambda change: next(iter(change)),
@@ -185,7 +191,7 @@ def test_two_ranks_measure_once_and_read_what_one_of_them_kept(trained: RunFiles
 
 def test_every_difference_between_walk_and_loop_is_in_the_report(trained: RunFiles, tmp_path: Path) -> None:
     """Random answers: the loop says other tokens from the first or second on."""
-    run = run_of(trained, tmp_path / "report", None)
+    run = run_of(trained, tmp_path / "report", None, prompts=3)
     [loop] = loops_of(run)
     assert [one.whose for one in loop.differences] == ["target"] * 3
     table = pd.read_parquet(run.out / DIFFERENCES)

@@ -71,11 +71,12 @@ def terminated(launcher: list[str], run: TrainRun) -> int:
 
 @pytest.mark.slow
 def test_terminated_torchrun_goes_on_to_the_same_weights(files: RunFiles, request: pytest.FixtureRequest) -> None:
-    run = files.train_run(training=LONG)
+    half = LONG.model_copy(update={"max_steps": 60})
+    run = files.train_run(training=half)
     logs = files.folder / "logs"
     assert terminated(torchrun(logs), run) != 0
     stopped_after = checkpoints(run).steps()[-1]
-    assert 5 <= stopped_after < LONG.max_steps
+    assert 5 <= stopped_after < half.max_steps
     failures = [RankFailure.read(path) for path in logs.rglob("error.json")]
     assert sorted(failure.rank for failure in failures) == [0, 1]
     for failure in failures:
@@ -83,7 +84,7 @@ def test_terminated_torchrun_goes_on_to_the_same_weights(files: RunFiles, reques
         assert f"interrupted by SIGTERM after step {stopped_after}; its checkpoint is saved" in failure.message
     assert not (run.out / "config.json").exists()
 
-    undisturbed = files.train_run(training=LONG, out=files.folder / "undisturbed")
+    undisturbed = files.train_run(training=half, out=files.folder / "undisturbed")
     undisturbed.out.mkdir()
     again = started(torchrun(files.folder / "more-logs"), run)
     request.addfinalizer(lambda: end_tree(again))

@@ -1,4 +1,4 @@
-"""Re-evaluation under a real `dagster dev`: its daemon starts one run for the one target that changed, and no second."""
+"""Re-evaluation under a real `dagster-daemon`: it starts one run for the one target that changed, and no second."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ import dagster as dg
 import pytest
 from dagster._core.scheduler.instigation import InstigatorState
 from fleets import Fleet
-from ports import reserve_port
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-DAGSTER = Path(sys.executable).with_name("dagster")
 LOCATION = """
 from pathlib import Path
 from spec_assets.code_location import build_definitions
@@ -41,12 +39,12 @@ def home(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def dagster_dev(fleet: Fleet, home: Path) -> Iterator[subprocess.Popen]:
-    """Webserver and daemon over the fleet, ended by an interrupt as at a terminal."""
+def dagster_daemon(fleet: Fleet, home: Path) -> Iterator[subprocess.Popen]:
+    """A daemon over the fleet, ended by an interrupt as at a terminal."""
     location = fleet.root / "location.py"
     location.write_text(LOCATION)
-    command = [DAGSTER, "dev", "-f", location, "-h", "127.0.0.1", "-p", str(reserve_port())]
-    with (home / "dev.log").open("ab") as log:
+    command = [sys.executable, "-m", "dagster._daemon", "run", "-f", location]
+    with (home / "daemon.log").open("ab") as log:
         process = subprocess.Popen(
             command,
             env={**os.environ, "DAGSTER_HOME": str(home)},
@@ -54,7 +52,6 @@ def dagster_dev(fleet: Fleet, home: Path) -> Iterator[subprocess.Popen]:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     try:
         yield process
@@ -85,7 +82,7 @@ def lose_cursor(instance: dg.DagsterInstance) -> None:
 
 
 def wait_for_daemon(condition: Callable[[], bool], process: subprocess.Popen, home: Path) -> None:
-    wait_until(condition, lambda: (home / "dev.log").read_text()[-3000:], possible=lambda: process.poll() is None)
+    wait_until(condition, lambda: (home / "daemon.log").read_text()[-3000:], possible=lambda: process.poll() is None)
 
 
 @pytest.mark.slow
@@ -93,14 +90,14 @@ def test_the_daemon_starts_one_run_for_the_changed_target_and_none_after_a_resta
     fleet.publish_draft("two", "second")
     (fleet.registry / "deployment.yaml").write_text("automation: true\nreevaluation_interval_s: 1\n")
     with dg.DagsterInstance.from_config(str(home)) as instance:
-        with dagster_dev(fleet, home) as process:
+        with dagster_daemon(fleet, home) as process:
             # The run fails, for there is no real model: it must not be tried again either.
             wait_for_daemon(lambda: any(run.is_finished for run in instance.get_runs()), process, home)
             failed = time.time()
             wait_for_daemon(lambda: has_looked_since(instance, failed), process, home)
         lose_cursor(instance)
         restarted = time.time()
-        with dagster_dev(fleet, home) as process:
+        with dagster_daemon(fleet, home) as process:
             wait_for_daemon(lambda: has_looked_since(instance, restarted), process, home)
         (run,) = instance.get_runs()
     assert (run.job_name, run.tags["dagster/partition"]) == ("evaluate", "two")

@@ -21,8 +21,8 @@ model: {model}
 dataset: chats
 max_length: 96
 data: {{held_out_share: 0.2, workers: 1}}
-responses: {{max_new_tokens: 24, batch_size: 32}}
-evaluation: {{loop: {{prompts: 4}}}}
+responses: {{max_new_tokens: 16, batch_size: 32}}
+evaluation: {{loop: {{prompts: 2}}}}
 capture: {{dtype: float32, compute_dtype: float32, device: cpu, batch_tokens: 2048, budget_gb: 1}}
 strategies:
   eagle3:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import dagster as dg
+import pytest
 import yaml
 from model_families import DRAFT_OPTIONS, FAMILIES
 from mtp_toys import KINDS
@@ -14,6 +15,7 @@ from draftworks.config.run_files import TargetFiles
 MakeTarget = Callable[[str], TargetFiles]
 
 
+@pytest.mark.long
 def test_the_first_step_takes_a_target_of_every_family(site, family_target: MakeTarget, mtp_target: MakeTarget):
     """One after another in one test: each has the whole Dagster run that a user's target has."""
     small = yaml.safe_load(site.target_file.read_text())

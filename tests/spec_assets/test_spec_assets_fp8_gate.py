@@ -99,8 +99,9 @@ def test_a_run_needs_the_gate_for_what_it_trains(selected: set[str], trained: li
 @pytest.mark.slow
 def test_fp8_is_refused_until_the_gate_has_passed_and_then_trained_on(site) -> None:
     text = site.target_file.read_text()
-    gates = "gates: {fp8_samples: 24, fp8_steps: 6, fp8_max_loss: 0.999}\n"
+    gates = "gates: {fp8_samples: 12, fp8_steps: 2, fp8_max_loss: 0.999}\n"
     site.target_file.write_text(text.replace("{dtype: float32", "{storage: fp8_taps, dtype: bfloat16") + gates)
+    site.write_chats(24)
     refused = site.run("prepare")
     assert not refused.success
     (failure,) = [event for event in refused.all_events if event.is_step_failure]
@@ -111,7 +112,7 @@ def test_fp8_is_refused_until_the_gate_has_passed_and_then_trained_on(site) -> N
         gated = site.run("judge_fp8", instance=instance)
         assert gated.success
         made = ArtifactStore(site.var).load_current("fp8_gate", "small")
-        assert made.summary["run"] == {"samples": 24, "steps": 6, "seeds": 2}
+        assert made.summary["run"] == {"samples": 12, "steps": 2, "seeds": 2}
         found = RelativeLoss.from_json(made.summary["strategies"]["eagle3"])
         assert len(found.by_seed) == 2
         assert found.prompts > 0

@@ -23,7 +23,7 @@ from spec_assets.code_location import build_definitions
 from spec_assets.definitions import REGISTRY
 from spec_assets.serving import judge_agreement
 
-SERVING = "{{loop: {{prompts: 4}}, serving: {{prompts: {prompts}, compute_dtype: float32, device: cpu{more}}}}}"
+SERVING = "{{loop: {{prompts: 2}}, serving: {{prompts: {prompts}, compute_dtype: float32, device: cpu{more}}}}}"
 
 
 def ask_for(site: Any, prompts: int, more: str = "") -> None:

@@ -122,7 +122,7 @@ def test_kills_of_the_control_server_a_producer_and_a_rank_change_nothing(planne
     assert not list((site.var / "streams").rglob("*.sqlite*"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stream_in_a_scheduler_is_taken_over_from_a_killed_run(planned, undisturbed, tmp_path: Path):
     """The control server ends with its run, and is started again where trainer and producers look for it."""
     cluster = ToyCluster.create(planned.copy(tmp_path))

@@ -16,7 +16,7 @@ from spec_assets.thinking_comparison import describe_comparison
 MIX = """
 chat_template: thinking.jinja
 mix: {shares: {thinking: {on: 0.5, off: 0.5}}}
-comparison: {tokens: 600, steps: 4, seeds: 2}
+comparison: {tokens: 600, steps: 2, seeds: 2}
 """
 
 
@@ -24,6 +24,8 @@ comparison: {tokens: 600, steps: 4, seeds: 2}
 def test_one_draft_is_trained_on_both_kinds_measured_on_both_and_compared_with_drafts_of_one(site):
     (site.registry / "thinking.jinja").write_text(THINKING_TEMPLATE)
     site.target_file.write_text(site.target_file.read_text() + MIX)
+    site.write_chats(36)
+    site.evaluate("{loop: {prompts: 0}}")
     artifacts = ArtifactStore(site.var)
     with dg.DagsterInstance.ephemeral() as instance:
         result = site.run("everything", instance=instance)

@@ -106,7 +106,7 @@ def finish_twice(site: Any, entry: dict[str, Any]) -> list[dg.DagsterEvent]:
 
 def test_nothing_is_made_behind_a_gate_that_failed_in_the_process_of_the_run(made, entry):
     entry["gates"] = {"answers_finished": "error"}
-    entry["responses"]["max_new_tokens"] = 24
+    entry["responses"]["max_new_tokens"] = 16
     entry["strategies"]["eagle3"]["training"]["lr"] = 0.001
     events = finish_twice(made, entry)
     assert "responses" in steps(events, "STEP_FAILURE")

@@ -38,8 +38,8 @@ def test_a_target_lacks_all_of_the_strategies_that_it_does_not_use_and_what_it_h
 @pytest.mark.parametrize(
     ("more", "change", "more_or_less"),
     [
-        ("", ("{loop: {prompts: 4}}", "{serving: {prompts: 2}}"), {"eagle3_serving"}),
-        ("", ("{loop: {prompts: 4}}", "{serving: {prompts: 2, format: zlab_dflash}}"), set()),
+        ("", ("{loop: {prompts: 2}}", "{serving: {prompts: 2}}"), {"eagle3_serving"}),
+        ("", ("{loop: {prompts: 2}}", "{serving: {prompts: 2, format: zlab_dflash}}"), set()),
         ("", ("  eagle3:\n", "  eagle3:\n    export: {formats: []}\n"), {"eagle3_export"}),
         ("", (", draft_vocab_size: 256", ""), set()),
         ("", ("{dtype: float32", "{storage: fp8, dtype: bfloat16"), {"fp8_gate"}),

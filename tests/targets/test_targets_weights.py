@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from coverings import gate_or_long
 from model_families import FAMILIES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -47,14 +48,14 @@ def test_every_family_passes_as_it_is_saved(name: str, family_target):
     assert check_target_weights(family_target(name)).note is None
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", gate_or_long(FAMILIES, ["llama", "qwen3_5_moe", "gemma3", "deepseek_v3"]))
 def test_any_tensor_that_is_taken_away_or_renamed_is_missed_by_name(name: str, family_target, tmp_path: Path):
     target = family_target(name)
     tensors = load_file(Path(target.model) / WEIGHTS)
     shutil.copy(Path(target.model) / "config.json", tmp_path)
     target = target.model_copy(update={"model": str(tmp_path)})
     loads = [each for each in tensors if "visual" not in each and not each.startswith("mtp")]
-    for victim in loads[:: max(1, len(loads) // 8)]:
+    for victim in loads[:: max(1, len(loads) // 5)]:
         save_file({each: tensor for each, tensor in tensors.items() if each != victim}, tmp_path / WEIGHTS)
         with pytest.raises(StoreError, match=r"do not belong to its config.json"):
             check_target_weights(target)

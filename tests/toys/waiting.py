@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-POLL_S = 0.02
+POLL_S, LONGEST_POLL_S = 0.02, 0.3
+"""Between two looks. One that costs much, as of all processes of the machine, is repeated less often: what is waited for
+needs the processors.
+"""
 HANG_S = 600.0
 """For limits that must not be reached, of the product or of threads that a failing test cannot end: only what hangs
 takes as long; less than pytest-timeout's, so that whoever waited says what for.
@@ -41,13 +44,14 @@ def wait_until(
 
     try:
         while True:
+            before = time.thread_time()
             can_come = possible()  # asked first: what came just before it ended has come
             if condition():
                 return
             assert can_come, f"it cannot come any more, {describe()}"
             if isinstance(thread, _Companion) and thread.given_up.is_set():
                 raise _GivenUp(describe())
-            time.sleep(POLL_S)
+            time.sleep(min(max(POLL_S, 9 * (time.thread_time() - before)), LONGEST_POLL_S))
     except BaseException as interruption:
         if not isinstance(interruption, AssertionError):
             interruption.add_note(describe())

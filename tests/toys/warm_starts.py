@@ -56,12 +56,12 @@ _ARGUMENTS = (
     ),
 )
 """Of fork_exec in CPython 3.11 and later; in some one more follows."""
-_MODULES = re.compile(r"torch\.distributed\.run|draftworks(\..+)?|dagster|frame_program")
+_MODULES = re.compile(r"torch\.distributed\.run|draftworks(\..+)?|dagster(\._daemon)?|frame_program")
 _WORKER = r"import sys;exec\(eval\(sys\.stdin\.readline\(\)\)\)$"
 """What pytest-xdist's workers run."""
 _CODE = re.compile(rf"from multiprocessing\.(forkserver|spawn) import |{_WORKER}")
 _SCRIPTS = {Path(sys.executable).parent / name for name in ("draftworks", "dagster", "torchrun")}
-_TESTS = ROOT / "tests"
+_SCRIPT_FOLDERS = (ROOT / "tests", ROOT / "benchmarks")
 _SHIM = ROOT / "draftworks" / "distributed" / "parent_death.py"
 _SET_ANEW = re.compile(
     r"PYTHON(PATH|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS)|TORCH_?ELASTIC_.*|TORCH_NCCL_.*|TORCHINDUCTOR_CACHE_DIR"
@@ -252,7 +252,8 @@ def _is_worth(argv: Sequence[str]) -> bool:
         return _CODE.match(command.target) is not None
     if Path(command.target) == _SHIM:
         return _is_worth(command.args[1:])
-    return Path(command.target) in _SCRIPTS or _TESTS in Path(command.target).parents
+    path = Path(command.target)
+    return path in _SCRIPTS or any(each in path.parents for each in _SCRIPT_FOLDERS)
 
 
 def _imported_with() -> Mapping[str, str]:

@@ -17,7 +17,6 @@ from ladder_toys import (
     build_ladder,
     dflash,
     eagle3,
-    lilicorr,
     short_answers,
 )
 from torch import Tensor
@@ -174,6 +173,7 @@ def test_proposals_are_drawn_from_the_probabilities_they_carry(ladder: Ladder):
     torch.testing.assert_close(colder, first**2 / (first**2).sum(), rtol=1e-4, atol=1e-6)
 
 
+@OF_A_CHAIN_AND_BLOCKS
 def test_a_sampled_prompt_gives_the_same_answer_for_the_same_seed(ladder: Ladder):
     def spoken(seed: int) -> tuple[int, ...]:
         generator = torch.Generator().manual_seed(seed)
