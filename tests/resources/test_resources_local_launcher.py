@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 from processes import wait_until_ended
-from waiting import meanwhile, wait_until
+from waiting import find_now, meanwhile, wait_until
 
 from draftworks.errors import ConfigError
 from draftworks.programs.heartbeat import HeartbeatRecord
@@ -196,7 +196,7 @@ class RankStopper:
 
     def _stop(self) -> bool:
         self.listening.extend(listeners())
-        records = [HeartbeatRecord.read(path) for path in self.folder.rglob("heartbeat.json")]
+        records = [HeartbeatRecord.read(path) for path in find_now(self.folder, "**/heartbeat.json")]
         pulses = {pulse.rank: pulse for pulse in records if pulse is not None and pulse.said.startswith("step=")}
         if len(pulses) == 2:
             os.kill(pulses[1].pid, signal.SIGSTOP)

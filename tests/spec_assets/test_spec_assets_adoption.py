@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 import pytest
 from toy_cluster import ToyCluster, pausing
-from waiting import wait_until
+from waiting import find_now, wait_until
 
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from resources.dead_runs import DeadRuns, release_dead_runs
@@ -76,7 +76,7 @@ def test_a_training_is_taken_over_from_a_killed_run_and_nothing_of_it_differs(cl
     shutil.rmtree(cluster.site.var / DRAFT)
     undisturbed = cluster.site.copy(tmp_path / "undisturbed")
     run = cluster.start(DRAFT, eagle3_draft={"training": LONG})
-    wait_until(lambda: bool(list(cluster.site.var.glob(CHECKPOINTS))))
+    wait_until(lambda: bool(find_now(cluster.site.var, CHECKPOINTS)))
     with pausing(lambda: cluster.find_ranks("train")):
         cluster.kill_run(run, DRAFT)
         earlier = cluster.require_claim(DRAFT)
@@ -102,7 +102,7 @@ def test_a_training_is_taken_over_from_a_killed_run_and_nothing_of_it_differs(cl
 def test_a_run_that_is_cancelled_ends_its_job(cluster: ToyCluster):
     shutil.rmtree(cluster.site.var / DRAFT)
     run = cluster.start(DRAFT, eagle3_draft={"training": ENDLESS})
-    wait_until(lambda: bool(cluster.find_ranks("train")) and bool(list(cluster.site.var.glob(CHECKPOINTS))))
+    wait_until(lambda: bool(cluster.find_ranks("train")) and bool(find_now(cluster.site.var, CHECKPOINTS)))
     with cluster.open_instance() as instance:  # as the UI does it
         instance.report_run_canceling(cluster.list_runs()[0])
     run.send_signal(signal.SIGINT)
@@ -111,5 +111,5 @@ def test_a_run_that_is_cancelled_ends_its_job(cluster: ToyCluster):
     assert not cluster.find_ranks("train")
     (cancelled,) = cluster.list_runs()
     assert cancelled.status is dg.DagsterRunStatus.CANCELED
-    assert list(cluster.site.var.glob(CHECKPOINTS))
+    assert find_now(cluster.site.var, CHECKPOINTS)
     assert cluster.list_left() == []

@@ -12,7 +12,7 @@ import dagster as dg
 import psutil
 import pytest
 from coverings import gate_or_long
-from waiting import meanwhile, wait_until
+from waiting import find_now, meanwhile, wait_until
 
 from draftworks.storage.artifacts import ArtifactStore
 
@@ -33,7 +33,7 @@ def once_saved(site, act: Callable[[], None]) -> Iterator[None]:
     """Call `act` from a thread, once a checkpoint of the running training exists."""
 
     def wait_and_act() -> None:
-        wait_until(lambda: list(site.var.glob("eagle3_draft/small/*.partial/checkpoints/*/checkpoint.json")))
+        wait_until(lambda: find_now(site.var, "eagle3_draft/small/*.partial/checkpoints/*/checkpoint.json"))
         act()
 
     with meanwhile(wait_and_act):

@@ -15,7 +15,7 @@ import yaml
 from coverings import gate_or_long
 from safetensors.torch import load_file
 from slurm_cluster import SlurmCluster
-from waiting import meanwhile, wait_for, wait_until
+from waiting import find_now, meanwhile, wait_for, wait_until
 
 from draftworks.config.launchers import SlurmLauncherSpec
 from draftworks.config.run_files import CaptureRun, TrainRun
@@ -126,7 +126,7 @@ def test_workers_are_an_array_and_a_killed_one_changes_no_byte(
     def kill_one() -> None:
         folder = site.var / "runs"
         pattern = "*/training_features/capture-workers/*/ranks/copy1/*/attempt_0"
-        ranks = wait_for(lambda: next(iter(folder.glob(pattern)), None), "a copy's rank")
+        ranks = wait_for(lambda: next(iter(find_now(folder, pattern)), None), "a copy's rank")
         cluster.kill_ranks(copy=1)
         wait_until(lambda: not ranks.exists(), "that the next start puts the files of the one before away")
         begin.touch()

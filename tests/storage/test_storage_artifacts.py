@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from waiting import find_now, wait_until
 
 from draftworks.errors import StoreError
 from draftworks.storage import identity
@@ -224,7 +224,7 @@ ArtifactStore(Path(sys.argv[1])).obtain("thing", "tiny", {"a": 1}, build)
 def started_build(root: Path, seconds: float) -> subprocess.Popen:
     process = subprocess.Popen([sys.executable, "-c", SLOW_BUILD, str(root), str(seconds)])
     wait_until(
-        lambda: list(root.glob("thing/tiny/*.partial/started")), "the build", possible=lambda: process.poll() is None
+        lambda: find_now(root, "thing/tiny/*.partial/started"), "the build", possible=lambda: process.poll() is None
     )
     return process
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from launcher_harnesses import LocalHarness, find_processes
 from ray_cluster import RayCluster
-from waiting import wait_until
+from waiting import find_now, wait_until
 
 from draftworks.config.ray_launcher import RayLauncherSpec
 from resources.ray_scheduler import RayScheduler
@@ -50,7 +50,7 @@ class RayHarness(LocalHarness):
         return [each.id for each in self.scheduler.list()] + super().list_left()
 
     def count_submitted(self) -> int:
-        return len(list((self.folder / "runs").rglob("ray_job.json")))
+        return len(find_now(self.folder / "runs", "**/ray_job.json"))
 
     def preempt(self) -> None:
         self.cluster.kill_second_node()

@@ -14,7 +14,7 @@ import psutil
 from forked_ranks import ForkedRanks
 from ports import reserve_port
 from stream_toys import StreamFiles
-from waiting import HANG_S, meanwhile, wait_until
+from waiting import HANG_S, find_now, meanwhile, wait_until
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import MemoryRun, RunFile, StoreSpec, StreamPlace
@@ -160,5 +160,5 @@ class StreamCast:
         store.close()
 
     def _read_logs(self) -> str:
-        logs = sorted((self.files.folder / "runs").rglob("out.log"), key=lambda path: path.stat().st_mtime)
+        logs = sorted(find_now(self.files.folder / "runs", "**/out.log"), key=lambda path: path.stat().st_mtime)
         return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-1500:]}" for path in logs[-4:])

@@ -19,7 +19,7 @@ import dagster as dg
 import psutil
 import yaml
 from toy_scheduler import ToyScheduler, offer_toy
-from waiting import wait_until
+from waiting import find_now, wait_until
 
 from resources.job_claims import JobClaim
 
@@ -95,7 +95,7 @@ class ToyCluster:
     def find_claim(self, asset: str, role: str = "") -> JobClaim | None:
         """Return the claim of an asset's submitted job, or of one that runs beside it."""
         made = f"small/{asset}/{role}" if role else f"small/{asset}"
-        claims = [JobClaim.read(path) for path in self.site.var.rglob("*job.json")]
+        claims = [JobClaim.read(path) for path in find_now(self.site.var, "**/*job.json")]
         found = [each for each in claims if each is not None and each.made == made and each.job_id is not None]
         return found[0] if found else None
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 POLL_S, LONGEST_POLL_S = 0.02, 0.3
@@ -119,6 +120,15 @@ class StepClock:
     def __call__(self) -> float:
         self.now += self.step
         return self.now
+
+
+def find_now(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths below a folder in which others are at work; where one vanishes meanwhile, all are looked for again."""
+    while True:
+        try:
+            return list(folder.glob(pattern))
+        except FileNotFoundError:
+            time.sleep(POLL_S)
 
 
 def growing_limits(first: float) -> Iterator[float]:
