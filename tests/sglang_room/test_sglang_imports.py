@@ -30,6 +30,7 @@ def read_imports(path: Path) -> set[str]:
 def find_importing(package: str) -> set[str]:
     """Files of the project that import a package or something in it, except the plug-in that SGLang itself loads."""
     files = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py") if "build" not in path.parts]
+    files = [path for path in files if package in path.read_text()]
     names = {str(path.relative_to(ROOT)): read_imports(path) for path in files}
     return {
         file

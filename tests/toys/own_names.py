@@ -12,10 +12,10 @@ ROOMS = ("draftworks", "spec_assets", "jobs", "sensors", "resources", "registry"
 COMPOUND = re.compile(r"[A-Z]\w*[a-z0-9][A-Z]\w*")
 """A name that no English word is, such as `ReportScore`; `Report` could be one."""
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
+CLASS = re.compile(r"^\s*class (\w+)", re.MULTILINE)
 WORD = re.compile(r"(?<![\w./:#-])[A-Z]\w+")
 
 
-@functools.cache
 def parse_rooms() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))}
 
@@ -23,8 +23,9 @@ def parse_rooms() -> dict[Path, ast.Module]:
 @functools.cache
 def list_class_names() -> frozenset[str]:
     """Return the compound names of all classes."""
-    nodes = (node for tree in parse_rooms().values() for node in ast.walk(tree))
-    return frozenset(n.name for n in nodes if isinstance(n, ast.ClassDef) and COMPOUND.fullmatch(n.name))
+    paths = (path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    names = (name for path in paths for name in CLASS.findall(path.read_text()))
+    return frozenset(name for name in names if COMPOUND.fullmatch(name))
 
 
 def find_own_names(text: str) -> set[str]:
