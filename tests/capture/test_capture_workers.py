@@ -62,7 +62,7 @@ def alone(tiny_target: TargetFiles, tiny_engine, tmp_path_factory) -> dict[str, 
 
 
 # Where nobody is killed nothing is done that is not done between two kills.
-@pytest.mark.parametrize("kills", gate_or_long([0, 8], [8]))
+@pytest.mark.parametrize("kills", gate_or_long([0, 3, 8], [3]))
 def test_workers_that_come_and_are_killed_store_what_one_stores(
     tiny_target: TargetFiles, tiny_engine, tmp_path: Path, alone: dict[str, object], kills: int
 ):

@@ -133,6 +133,7 @@ print(json.dumps({"doubtful": sorted(doubtful), "verdicts": [asdict(each) for ea
 """
 
 
+@pytest.mark.long
 def test_who_notices_a_defect_is_found_and_a_test_that_always_fails_notices_nothing(checkout: Path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(ROOT)])}
     command = [sys.executable, "-c", JUDGE]
