@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import pytest
 import warm_starts
@@ -44,6 +45,10 @@ pytest_plugins = ["leftovers_check"]
 pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_contract")
 
 ROOT = Path(__file__).resolve().parents[1]
+EMPTY_PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+)
+"""A picture of one pixel."""
 SHARED = frozenset({"finished", "tiny_sglang", "sglang_judge"})
 """Costly fixtures of a whole session."""
 
@@ -83,6 +88,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 def no_dagster_instance_left() -> Iterator[None]:
     yield
     forget_instance()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_picture_is_drawn() -> Iterator[pytest.MonkeyPatch]:
+    """In the processes of tests a figure is made and saved as an empty picture: drawing takes longer than many a report.
+
+    A test of pictures asks for `pictures`; programs that tests start draw as ever.
+    """
+    from matplotlib.figure import Figure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", _save_empty)
+        yield patch
+
+
+@pytest.fixture
+def pictures(no_picture_is_drawn: pytest.MonkeyPatch) -> Iterator[None]:
+    """Figures are drawn."""
+    from matplotlib.figure import Figure
+
+    no_picture_is_drawn.undo()
+    yield
+    no_picture_is_drawn.setattr(Figure, "savefig", _save_empty)
+
+
+def _save_empty(self: object, stream: IO[bytes], **_: object) -> None:
+    stream.write(EMPTY_PNG)
 
 
 @pytest.fixture

@@ -214,6 +214,7 @@ def test_wide_intervals_and_few_prompts_are_undecided_with_the_number_that_would
     assert (found.choice, found.prompts, found.needed) == (UNDECIDED, 5, 20)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_what_cannot_be_compared_is_undecided_and_says_why(served: DecisionSite):
     change_target(served, 1.0)
     draft = served.load_draft(served.decide().draft)

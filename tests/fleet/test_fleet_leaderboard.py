@@ -106,6 +106,7 @@ def test_a_target_whose_model_is_gone_keeps_its_value_and_says_so(fleet):
     assert "expected *.safetensors weights" in found.problem
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_saved_table_has_every_row_with_numbers_as_numbers(motley, tmp_path):
     views.save(tmp_path / "board", motley.standings(), NOW)
     table = pd.read_parquet(tmp_path / "board" / views.TABLE)

@@ -122,6 +122,7 @@ def test_the_table_says_which_draft_is_only_assumed_and_that_there_is_no_interva
     assert row["accepted now"] == "1.500 (gauge, no interval)"
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_plot_joins_windows_and_loses_no_count():
     found = assess(make_readings(50, 2.0))
     points = list_points(found, most=7)

@@ -37,6 +37,7 @@ def digests(site: ServiceSite) -> list[str]:
     return [draft.path.name for draft in sorted(drafts, key=lambda draft: draft.created)]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_text_json_and_pages_tell_the_same(site: ServiceSite, tmp_path: Path):
     a, b = digests(site)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "var").rglob("*")}

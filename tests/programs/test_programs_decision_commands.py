@@ -23,6 +23,7 @@ def ask(site: DecisionSite, *arguments: object, strategy: str = "eagle3"):
     )
 
 
+@pytest.mark.usefixtures("pictures")
 def test_it_prints_choice_reasons_margins_and_costs_and_records_them(site: DecisionSite, tmp_path: Path):
     digest = site.publish("a", 2.0)
     site.promote()

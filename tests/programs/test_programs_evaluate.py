@@ -33,12 +33,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetFiles) 
     return files
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take a third of the time of such a small evaluation: tests/evaluation/report/test_evaluation_plots.py."""
-    monkeypatch.setattr("draftworks.evaluation.report.plots.render_png", lambda figure: b"")
-
-
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The targets that are loaded from here on."""

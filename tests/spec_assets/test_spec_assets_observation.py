@@ -61,6 +61,7 @@ def test_servers_of_one_target_bring_the_assets_of_its_strategies_and_other_targ
     assert dg.AssetKey(NAME) not in everything  # a run that trains asks no server
 
 
+@pytest.mark.usefixtures("pictures")
 def test_each_run_is_a_reading_with_a_table_and_figures_and_then_a_plot(site: ObservedSite, pages: list[Pages]):
     assert run(site).success
     pages[0].pages = sglang_pages(20, 50, 4)

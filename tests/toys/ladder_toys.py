@@ -40,7 +40,7 @@ from draftworks.strategies.xpress.strategy import XPressStrategy
 
 TTT = 4
 TAPS = (LayerTap(2), LayerTap(4), LayerTap(5))
-ANCHORS = 16
+ANCHORS = 8
 """Blocks of a sample that one step learns from: many short steps teach more in the same time than few long ones."""
 MakeDraft = Callable[[TargetParts, list["Sample"]], DraftStrategy]
 

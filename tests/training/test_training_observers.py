@@ -72,6 +72,7 @@ def test_plot_claims_no_unit_for_a_loss_only_the_strategy_knows(history: History
     assert labels == ["loss (training objective)", "simulated_acc_len (rung 1)"]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_history_without_evaluation_is_drawn(history: History) -> None:
     for drawn in (history, History(8, history.train), History(8)):
         with Image.open(io.BytesIO(render_training_plot(drawn, "eagle3 draft of tiny"))) as picture:

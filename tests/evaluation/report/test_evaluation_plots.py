@@ -15,6 +15,8 @@ from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import PLOT, SLICES_PLOT
 from draftworks.evaluation.report.writing import save_report
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 
 def opened(data: bytes) -> Image.Image:
     """Open a PNG and read every byte of it."""
