@@ -107,6 +107,7 @@ def test_a_draft_that_fails_leaves_the_other_its_stream_and_says_why(finished_si
     assert len(list_producer_runs(site)) <= before + 2, "the failed draft's own step tries once more"
 
 
+@pytest.mark.long
 def test_an_interrupted_step_saves_both_trainings_and_the_next_run_goes_on_with_both(
     finished_site, tmp_path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -104,6 +104,7 @@ def finish_twice(site: Any, entry: dict[str, Any]) -> list[dg.DagsterEvent]:
     return last_run(home_of(site))[1]
 
 
+@pytest.mark.long
 def test_nothing_is_made_behind_a_gate_that_failed_in_the_process_of_the_run(made, entry):
     entry["gates"] = {"answers_finished": "error"}
     entry["responses"]["max_new_tokens"] = 16
@@ -114,6 +115,7 @@ def test_nothing_is_made_behind_a_gate_that_failed_in_the_process_of_the_run(mad
     assert not steps(events, "STEP_START") & {"training_features", "eagle3_draft", "eagle3_report"}
 
 
+@pytest.mark.long
 def test_a_run_that_finds_everything_made_does_not_wait_for_a_pool(made):
     """Another run, whose process is not visible from here, holds the only slot."""
     with dg.DagsterInstance.from_config(str(home_of(made))) as instance:
@@ -147,6 +149,7 @@ def waiting(made) -> Iterator[subprocess.Popen]:
             yield run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", gate_or_long([signal.SIGINT, signal.SIGTERM], [signal.SIGTERM]))
 def test_a_signal_ends_a_run_that_works_in_its_own_process(made, waiting, sent):
     waiting.send_signal(sent)
