@@ -32,6 +32,7 @@ def test_who_failed_is_told_with_how_often():
     ]
 
 
+@pytest.mark.long
 def test_a_failure_in_a_turn_is_its_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "test_it.py").write_text(
         "from pathlib import Path\ndef test_once():\n    (Path(__file__).parent / 'ran').touch(exist_ok=False)\n"
