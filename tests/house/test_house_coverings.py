@@ -79,6 +79,14 @@ def test_a_contract_is_long_but_for_some_of_its_tests_and_only_where_it_is_asked
     assert Real.test_two.__qualname__ == Contract.test_two.__qualname__
 
 
+def test_what_is_long_of_a_contract_is_marked_in_the_same_order_in_every_process():
+    """Workers of pytest-xdist that collect in different orders run nothing; the order of a set of names is random."""
+    names = [f"test_{letter}" for letter in "hgfedcba"]
+    contract = type("Contract", (), {name: lambda self: None for name in names})
+    real = long_but_for("test_a")(type("Real", (contract,), {}))
+    assert [name for name in vars(real) if name.startswith("test_")] == sorted(names)[1:]
+
+
 def test_a_gate_of_a_contract_names_tests_that_it_has():
     with pytest.raises(AssertionError, match=r"Contract inherits no \['test_onee'\]"):
         long_but_for("test_onee")(type("Contract", (Contract,), {}))
