@@ -21,11 +21,12 @@ LONG = {"epochs": 15, "save_every": 10, "log_every": 30, "eval_every": 60}
 
 def training_of(site) -> psutil.Process | None:
     """Return the process that the launcher has started on a run file of this site: the training, or torchrun."""
-    for process in psutil.process_iter(["cmdline"]):
+    found = []
+    for process in psutil.process_iter(["cmdline", "create_time"]):
         command = " ".join(process.info["cmdline"] or [])
         if "programs.train" in command and str(site.var) in command and "parent_death" not in command:
-            return process
-    return None
+            found.append(process)
+    return min(found, key=lambda process: process.info["create_time"], default=None)  # ranks come after torchrun
 
 
 @contextmanager

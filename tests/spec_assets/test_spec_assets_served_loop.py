@@ -79,7 +79,7 @@ def test_new_traffic_falls_is_weighed_and_the_next_draft_accepts_more_of_it(site
     site.evaluate("{loop: {prompts: 0}}")
     entry = site.target_file.read_text().replace("held_out_share: 0.2", "held_out_share: 0.25, max_conversations: 220")
     entry = entry.replace("epochs: 3, lr: 0.002", "epochs: 6, lr: 0.006").replace(
-        "max_new_tokens: 24", "max_new_tokens: 48"
+        "max_new_tokens: 16", "max_new_tokens: 48"
     )
     site.target_file.write_text(entry + MIX)
     log(site, docs=ask(corpus, 0, 120), tutor=ask(corpus, 1, 120))

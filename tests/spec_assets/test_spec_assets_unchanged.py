@@ -14,7 +14,6 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
-from coverings import gate_or_long
 from processes import ending
 from test_spec_assets_command_line import ROOT
 from test_spec_assets_killed_run import commands_of, start
@@ -150,7 +149,7 @@ def waiting(made) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sent", gate_or_long([signal.SIGINT, signal.SIGTERM], [signal.SIGTERM]))
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_that_works_in_its_own_process(made, waiting, sent):
     waiting.send_signal(sent)
     assert waiting.wait() != 0

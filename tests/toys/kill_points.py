@@ -14,7 +14,9 @@ CHANGES = frozenset(
         *("os.utime", "sqlite3.connect", "os.posix_spawn", "subprocess.Popen", "socket.connect"),
     }
 )
-"""Audit events after which a disk, a database or another process may be another. Between two of them a kill changes nothing."""
+"""Audit events after which a disk, a database or another process may be another. What is written to a file that is open is
+none: a kill before the next one of these finds it.
+"""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
