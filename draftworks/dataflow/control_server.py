@@ -78,7 +78,7 @@ class ControlServer:
             self._server = _Listener((host, port), self)
         except OSError as error:
             raise StoreError(f"the control server cannot listen on {host}:{port}: {error}") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
 
     @property

@@ -27,12 +27,12 @@ CONSOLE = ("-c", str(ROOT / "jobs" / "console.yaml"))
 
 @pytest.fixture(scope="module")
 def made(finished_site, tmp_path_factory) -> Any:
-    """A site on which everything was made and run a second time, in a Dagster home of its own."""
+    """A site on which everything was made and found where it lies, with a Dagster home of its own."""
     site = finished_site.copy(tmp_path_factory.mktemp("unchanged"))
     home = site.root / "dagster_home"
     home.mkdir()
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
-    assert finish(site, home).returncode == 0
+    assert site.run().success
     return site
 
 

@@ -300,6 +300,7 @@ def write_kubeconfig(path: Path, server: str, namespace: str | None = "drafts", 
 def _make_handler(find_cluster: Callable[[], FakeKubernetes]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # the body would wait for the acknowledgement of the headers
 
         def do_GET(self) -> None:
             self._handle("GET")

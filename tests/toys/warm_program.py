@@ -198,6 +198,8 @@ def _prepare(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> N
     isolated = "-I" in command.options
     sys.path[:] = [*([] if isolated else [first, *_split_path(env)]), *_BASE_PATH]
     importlib.invalidate_caches()
+    if any(found for place in _split_path(env) for found in Path(place).glob("*.dist-info")):
+        _forget_plugins()
     if env.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore", append=True)
     tempfile.tempdir = None
@@ -207,6 +209,13 @@ def _prepare(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> N
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules and "OMP_NUM_THREADS" in env:
         sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
+
+
+def _forget_plugins() -> None:
+    """Entry points of these packages were not there when the register was filled: it is asked again."""
+    register = sys.modules.get("draftworks.config.strategies")
+    if register is not None:
+        register._load_plugins.cache_clear()
 
 
 def _split_path(env: Mapping[str, str]) -> list[str]:

@@ -238,7 +238,7 @@ def _is_warm(argv: Sequence[str], env: Mapping[str, str], folder: str) -> bool:
     if env.get("PYTHONWARNINGS", "ignore") != "ignore" or not env.get("OMP_NUM_THREADS", "").isdigit():
         return False
     places = [folder, *env.get("PYTHONPATH", "").split(os.pathsep)]
-    return not any(_is_other_product(place) or _has_packages(place) for place in places)
+    return not any(_is_other_product(place) for place in places)
 
 
 def _is_worth(argv: Sequence[str]) -> bool:
@@ -263,11 +263,6 @@ def _imported_with() -> Mapping[str, str]:
 
 def _differs(name: str, env: Mapping[str, str]) -> bool:
     return _READ_BY_IMPORTS.match(name) is not None and env.get(name) != _imported_with().get(name)
-
-
-def _has_packages(place: str) -> bool:
-    """Whether there is an installed package of its own: its entry points were not there when the imports were made."""
-    return any(Path(place or ".").glob("*.dist-info"))
 
 
 def _is_other_product(place: str) -> bool:
