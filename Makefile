@@ -2,6 +2,7 @@
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need real libraries or servers of others
+# make test-changed   linter, types and the tests that are near what differs from SINCE=HEAD: before each commit
 # make test-long   all that `make test` and CI leave out: repeated random kills, other random examples, real starts; resumable
 # make test-defects       plants defects that users would suffer in a copy, and says which tests notice; resumable, not in CI
 # make test-loaded   what waits for processes and time-outs, five times in a row beside eight busy processes; not in CI
@@ -29,6 +30,7 @@ PORT ?= 3000
 BENCH ?=
 DEFECTS ?=
 LONG ?=
+SINCE ?= HEAD
 VENV := .venv
 BIN := $(VENV)/bin
 SPECULATORS := .venv-speculators
@@ -47,7 +49,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference environments lint check clean
+.PHONY: demo demo-streamed ui test test-changed test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference environments lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -65,6 +67,13 @@ test: $(VENV)/ready .dagster/ready
 	$(BIN)/ruff format --check .
 	@$(BIN)/basedpyright > $(VENV)/types.log 2>&1 & types=$$!; trap 'kill $$types' INT TERM; \
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster and not ray and not trackers'; \
+	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
+
+test-changed: $(VENV)/ready .dagster/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(BIN)/basedpyright > $(VENV)/types.log 2>&1 & types=$$!; trap 'kill $$types' INT TERM; \
+	$(BIN)/python -m tools.changed_tests --since $(SINCE) -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder; \
 	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
 
 # Room by room: what passed in this checkout is not run again. Another start: make test-long LONG="--only data cluster".

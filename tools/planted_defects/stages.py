@@ -53,6 +53,10 @@ class ImportMap:
             stages.append(Stage(other, self._add_rest(other, reached, close)))
         return [stage for stage in stages if stage.files]
 
+    def list_importing_tests(self, file: str) -> list[str]:
+        """Return the test files that reach a file by imports, nearest first."""
+        return list(self._list_tests(self._measure_distances(self._name_module(self._root / file))))
+
     def _name_module(self, path: Path) -> str:
         """Return the dotted name; of toys, which lie on the path of imports, the last part."""
         parts = path.relative_to(self._root).with_suffix("").parts
