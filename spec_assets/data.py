@@ -41,7 +41,7 @@ MOST_UNFINISHED = 0.5
 @asset(group=GROUP, kinds=["parquet"], deps=[TARGET_MODEL, DATASET, RECIPE])
 def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The data set's conversations: validated, without repetitions, split into a training and a held-out part by
-    hash."""
+    hash of their prompts."""
     registry = workspace.registry
     target = registry.load_target(context.partition_key)
     files = workspace.resolve_target_files(target.name)

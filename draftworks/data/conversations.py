@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftworks.data.split import hash_fraction
+from draftworks.data.split import digest_prompt, hash_fraction
 from draftworks.errors import DataError, StoreError
 from draftworks.storage.atomic import publish_file, publish_json
 from draftworks.storage.identity import canonical_json, digest, file_digest
@@ -65,10 +65,24 @@ class Conversation:
         turns = tuple(turns)
         return cls(digest_turns(turns), turns, dict(columns or {}))
 
+    @property
+    def prompt_key(self) -> str:
+        """Digest of system and first user turn: what decides whether the conversation is held out."""
+        return key_prompt(self.turns)
+
 
 def digest_turns(turns: Iterable[Turn]) -> str:
     """Return the content digest of turns: role and content of each, in order."""
     return digest([[turn.role, turn.content] for turn in turns])
+
+
+def key_prompt(turns: Sequence[Turn]) -> str:
+    """Return the digest of the system turns before the first user turn, and of that; of all turns if no user turn is there."""
+    first = next((place for place, turn in enumerate(turns) if turn.role == "user"), None)
+    if first is None:
+        return digest_prompt(turn.content for turn in turns)
+    system = "\n".join(turn.content for turn in turns[:first] if turn.role == "system")
+    return digest_prompt([system, turns[first].content])
 
 
 def select(items: Iterable[Item], max_conversations: int | None) -> list[Item]:

@@ -80,7 +80,7 @@ def prepare_mix(
     if plan is not None:
         save_plan(out / WEIGHTS_FILE, plan)
         weighted = [plan.weigh(one.columns) > 1 for one in parts["train"]]
-        available = sum(not is_held_out(name, data.held_out_share) for name in found)
+        available = sum(not is_held_out(one.prompt_key, data.held_out_share) for one in found.values())
         summary |= {
             "weights": plan.identity,
             "weighted_conversations": sum(weighted),
@@ -106,7 +106,7 @@ def choose_parts(
     parts = split_parts(select(conversations, data.max_conversations), data.held_out_share)
     if plan is None and shares is None:
         return MixParts(parts)
-    trained = [one for one in conversations if not is_held_out(one.id, data.held_out_share)]
+    trained = [one for one in conversations if not is_held_out(one.prompt_key, data.held_out_share)]
     if shares is None:
         return MixParts({**parts, "train": select_weighted(trained, len(parts["train"]), plan)})
     selection = select_shared(trained, len(parts["train"]), shares, plan)

@@ -40,10 +40,10 @@ def prepare_conversations(
 
 
 def split_parts(items: Iterable[Any], held_out_share: float) -> dict[Part, list[Any]]:
-    """Return the training part and the held-out part, by hash of the ids."""
+    """Return the training part and the held-out part, by hash of the prompts."""
     parts: dict[Part, list[Any]] = {part: [] for part in PARTS}
     for item in items:
-        parts["heldout" if is_held_out(item.id, held_out_share) else "train"].append(item)
+        parts["heldout" if is_held_out(item.prompt_key, held_out_share) else "train"].append(item)
     return parts
 
 
@@ -51,17 +51,20 @@ def write_parts(
     chosen: Chosen, parts: Mapping[Part, Sequence[Any]], name: str, data: DataSpec, out: Path
 ) -> dict[str, Any]:
     """Write both parts of a prepared set and return its summary. Raises DataError for an empty part."""
+    prompts = Counter(item.prompt_key for members in parts.values() for item in members)
     for part, members in parts.items():
         if not members:
             raise DataError(
-                f"data set {name}: none of {len(chosen.items)} conversations falls into the {part} part "
-                f"(held_out_share {data.held_out_share}). Give more conversations or change the share"
+                f"data set {name}: none of {len(chosen.items)} conversations, of {len(prompts)} prompts, falls into the {part} "
+                f"part (held_out_share {data.held_out_share}). Give more conversations or change the share"
             )
     summaries = {part: chosen.write(out / part, members) for part, members in parts.items()}
     return {
         "kind": chosen.kind,
         "conversations": len(chosen.items),
         **{part: len(members) for part, members in parts.items()},
+        "prompts": len(prompts),
+        "sharing_a_prompt": sum(count for count in prompts.values() if count > 1),
         **chosen.counts,
         "digest": digest([summaries[part]["digest"] for part in PARTS]),
     }

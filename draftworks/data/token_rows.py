@@ -26,6 +26,12 @@ class TokenRow:
     def id(self) -> str:
         return self.sample_id
 
+    @property
+    def prompt_key(self) -> str:
+        """Digest of the ids before the first supervised one; the id of the row if there is none before it."""
+        prompt = self.input_ids[: int(np.argmax(self.loss_mask))] if self.supervised else self.input_ids
+        return hashlib.sha256(prompt.astype("<i4").tobytes()).hexdigest() if len(prompt) else self.sample_id
+
     def __len__(self) -> int:
         return len(self.input_ids)
 

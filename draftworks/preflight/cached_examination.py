@@ -19,7 +19,7 @@ from draftworks.targets.registry import Registry
 
 TARGET_CHECKS = "target_checks"
 """Folder of cached findings, in `var`."""
-REVISION = 4
+REVISION = 5
 """Increased with each change that can alter the findings; cached ones of other revisions are ignored."""
 _LIBRARIES = ("draftworks", "torch", "transformers")
 

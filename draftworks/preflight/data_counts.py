@@ -11,6 +11,7 @@ from draftworks.data.sources import find_dataset_files
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.sample_tokens import DataUse
 from draftworks.storage.asset_names import HELDOUT
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 
 _LEAST_EXPECTED = 3
@@ -23,11 +24,12 @@ def check_counts(target: TargetSpec, uses: Iterable[DataUse], registry: Registry
     """Check the number of rows of every part of the data: exact where all rows are known, otherwise to be expected."""
     known = {use.eval_set or "train": use for use in uses if use.whole}
     share, where = target.data.held_out_share, f"target {target.name}"
+    asked = len({row.prompt_key for use in known.values() for row in use.rows})
     for use in known.values():
         if not use.rows:
             findings.error(
-                f"{where}: {use.what}: there is none (data.held_out_share {share:g}). Give more conversations, or change the "
-                "share"
+                f"{where}: {use.what}: there is none (data.held_out_share {share:g}, {format_count(asked, 'prompt')}). Give more "
+                "conversations, or change the share"
             )
     prompts = {name: float(len(use.rows)) for name, use in known.items() if name != "train"}
     if "train" in known:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from draftworks.errors import DraftworksError
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""In the order in which they are shown."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem. An error would make a run fail or its result useless; a warning is for the user to judge."""
+    """One problem. An error would make a run fail or its result useless; a warning is for the user to judge,
+    a note is a fact about what was given."""
 
     severity: Severity
     text: str
@@ -31,6 +34,9 @@ class Findings:
 
     def warning(self, text: str) -> None:
         self._add(Finding("warning", text))
+
+    def note(self, text: str) -> None:
+        self._add(Finding("note", text))
 
     @contextmanager
     def collect_errors(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from draftworks.preflight.mixed_data import check_mix
 from draftworks.preflight.sample_lengths import check_lengths
 from draftworks.preflight.sample_rows import MAX_JSON_LIST_BYTES, Sample, read_sample
 from draftworks.preflight.sample_tokens import DataUse, list_uses, tokenize_sample
+from draftworks.preflight.shared_prompts import check_prompts
 from draftworks.preflight.slice_columns import check_slices
 from draftworks.preflight.stream_bytes import check_stream_bytes
 from draftworks.targets.registry import Registry
@@ -51,6 +52,7 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
         with findings.collect_errors():
             check_mix(target, samples, registry, findings)
             check_counts(target, uses, registry, findings)
+            check_prompts(target, samples, registry, findings)
             check_stream_bytes(target, files, uses, findings)
     if chat is not None:
         _check_vocabulary(where, chat, files, findings)

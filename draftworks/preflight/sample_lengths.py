@@ -85,7 +85,7 @@ def _check_packing(
     """Report samples that are longer than the packed rows, which would end the training."""
     if target.mix is not None or (target.data.max_conversations is not None and not use.whole):
         return  # which rows are trained on is not known
-    known = [row for row in usable if use.whole or not is_held_out(row.id, target.data.held_out_share)]
+    known = [row for row in usable if use.whole or not is_held_out(row.prompt_key, target.data.held_out_share)]
     lengths = [count_least_tokens(row, use.asked, target.max_length) for row in known]
     for name, entry in target.strategies.items():
         training = entry.training

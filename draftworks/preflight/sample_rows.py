@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.data.conversations import Scalar
+from draftworks.data.conversations import Conversation, Scalar
 from draftworks.data.datasets import detect_kind
 from draftworks.data.formats import RowError, parse_conversation, parse_tokens, read_columns
 from draftworks.data.raw_rows import RawRow, is_json_list, read_rows
 from draftworks.data.served.loading import REJECTED, drop_beginnings, read_served
 from draftworks.data.sources import SERVED, find_dataset_files
+from draftworks.data.token_rows import TokenRow
 
 SAMPLE_ROWS = 64
 """Number of data rows that are read from each data set."""
@@ -76,6 +78,20 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
             break
     sample.whole = sample.rows < SAMPLE_ROWS and not skipped
     return sample
+
+
+def read_usable(dataset: DatasetSpec, root: Path, kind: str) -> Iterator[Conversation | TokenRow]:
+    """Yield the rows of a data set that can be used, whatever their ids are; of files that cannot be streamed, none.
+
+    Raises:
+        DataError: a file cannot be read to its end.
+    """
+    expected = None if dataset.format in ("auto", SERVED) else dataset.format
+    for path in filter(_can_be_streamed, find_dataset_files(dataset, root)):
+        for row in read_rows(path):
+            with suppress(RowError, RecursionError):
+                if isinstance(row, RawRow):
+                    yield parse_tokens(row.value) if kind == "tokens" else parse_conversation(row.value, expected)
 
 
 def _read_served_sample(dataset: DatasetSpec, root: Path) -> Sample:

@@ -22,6 +22,7 @@ class RowTokens:
     """Token counts of one row.
 
     Attributes:
+        prompt_key: of what the row is held out by.
         problem: why it cannot be tokenized; the counts are 0 then.
         prompt: tokens before the first answer; 0 for a row that is tokenized already.
         length: tokens of the row with its own answers, before any cut.
@@ -30,6 +31,7 @@ class RowTokens:
     """
 
     id: str
+    prompt_key: str
     problem: str | None = None
     prompt: int = 0
     length: int = 0
@@ -71,14 +73,14 @@ def tokenize_sample(sample: Sample, chat: ChatTokenizer | None, target: TargetSp
     for item in sample.items:
         if isinstance(item, TokenRow):
             supervised = int(item.loss_mask[: target.max_length].sum())
-            found.rows[item.id] = RowTokens(item.id, length=len(item), supervised=supervised)
+            found.rows[item.id] = RowTokens(item.id, item.prompt_key, length=len(item), supervised=supervised)
             found.counts.update(item.input_ids.tolist())
             continue
         assert chat is not None, "a set of conversations is looked at only where the chat template could be loaded"
         try:
             found.rows[item.id] = _count_conversation(item, chat, target, found.counts)
         except DataError as error:
-            found.rows[item.id] = RowTokens(item.id, str(error))
+            found.rows[item.id] = RowTokens(item.id, item.prompt_key, str(error))
     return found
 
 
@@ -89,6 +91,7 @@ def _count_conversation(
     questions = require_questions(conversation.turns)
     row = RowTokens(
         conversation.id,
+        conversation.prompt_key,
         prompt=len(chat.encode_prompt(questions[0])),
         length=len(ids),
         supervised=int(mask[: target.max_length].sum()),

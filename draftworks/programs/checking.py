@@ -10,7 +10,7 @@ import typer
 
 from draftworks.errors import DraftworksError
 from draftworks.preflight.examine import examine_entry
-from draftworks.preflight.findings import Finding
+from draftworks.preflight.findings import SEVERITIES, Finding
 from draftworks.preflight.object_storage import find_storage_problems
 from draftworks.preflight.schedulers import find_refused_jobs, list_scheduler_users
 from draftworks.storage.identity import FileDigests, ReadOnceDigests
@@ -66,10 +66,10 @@ def check(
 def _print_findings(name: str, findings: tuple[Finding, ...]) -> None:
     """Print a line for the target, and one below it for each finding, errors first."""
     errors = sum(one.severity == "error" for one in findings)
-    warnings = len(findings) - errors
+    warnings = sum(one.severity == "warning" for one in findings)
     parts = [format_count(count, what) for count, what in ((errors, "problem"), (warnings, "warning")) if count]
     typer.echo(f"{name}: {', '.join(parts) if errors else ', '.join(['ok', *parts])}")
-    for one in sorted(findings, key=lambda one: one.severity):
+    for one in sorted(findings, key=lambda one: SEVERITIES.index(one.severity)):
         for line in one.text.splitlines():
             typer.echo(f"  {one.severity}: {line}")
 
@@ -79,8 +79,7 @@ def _to_json(shared: list[str], checked: dict[str, tuple[Finding, ...]]) -> dict
         "problems": shared,
         "targets": {
             name: {
-                f"{severity}s": [one.text for one in findings if one.severity == severity]
-                for severity in ("error", "warning")
+                f"{severity}s": [one.text for one in findings if one.severity == severity] for severity in SEVERITIES
             }
             for name, findings in checked.items()
         },

@@ -31,11 +31,13 @@ class ConversationsIdentity(DataIdentity):
     Attributes:
         dataset: content digest of the data set's files.
         data: the options of `data` that decide which conversations are kept, and in which part.
+        split: what of a row decides in which part it is.
     """
 
     dataset: str | None
     data: Mapping[str, Any] | None
     vocab_size: int | None
+    split: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class EvalSetIdentity(DataIdentity):
         dataset: content digest of its files.
         held_out_share: of the part that no draft is trained on; the JSON has the key only if the set is that part.
         both_ways: each prompt is asked with thinking off and on; the JSON has the key only if that is so.
+        split: what of a row decides whether it is held out; the JSON has the key as `held_out_share`.
     """
 
     dataset: str | None
@@ -54,9 +57,10 @@ class EvalSetIdentity(DataIdentity):
     vocab_size: int | None
     held_out_share: float | None = None
     both_ways: bool | None = None
+    split: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        optional, found = ("held_out_share", "both_ways"), super().to_json()
+        optional, found = ("held_out_share", "both_ways", "split"), super().to_json()
         return {name: value for name, value in found.items() if name not in optional or value is not None}
 
 

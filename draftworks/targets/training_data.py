@@ -7,6 +7,7 @@ from pathlib import Path
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, TargetSpec
 from draftworks.data.slice_weights import SlicePlan, read_plan
 from draftworks.data.sources import digest_dataset, find_dataset_files
+from draftworks.data.split import SPLIT_KEY
 from draftworks.errors import ConfigError
 from draftworks.storage.asset_names import HELDOUT
 from draftworks.storage.data_records import ConversationsIdentity, EvalSetIdentity
@@ -70,7 +71,7 @@ def identify_conversations(target: TargetSpec, dataset: str | None, vocab_size: 
         dataset: content digest of the training data.
     """
     data = target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"})
-    return ConversationsIdentity(dataset, data, vocab_size)
+    return ConversationsIdentity(dataset, data, vocab_size, SPLIT_KEY)
 
 
 def identify_eval_set(
@@ -87,6 +88,7 @@ def identify_eval_set(
         max_rejected_share=target.data.max_rejected_share,
         vocab_size=vocab_size,
         held_out_share=target.data.held_out_share if spec.part == "held_out" else None,
+        split=SPLIT_KEY if spec.part == "held_out" else None,
         both_ways=target.asks_both_ways or None,
     )
 

@@ -111,6 +111,6 @@ def test_what_is_measured_on_is_asked_both_ways_and_is_the_same_with_any_shares_
         assert [(each.columns[THINKING_PAIR], each.columns["thinking"]) for each in one["heldout"]] == [
             (each.id, way) for each in plain["heldout"] for way in ("off", "on")
         ]
-        assert not any(is_held_out(str(each.columns[THINKING_PAIR]), 0.2) for each in one["train"])
+        assert not any(is_held_out(each.prompt_key, 0.2) for each in one["train"])
     other = choose_parts(MADE, DataSpec(held_out_share=0.2), None, by_language(en=1.0)).parts
     assert other["heldout"] == choose_parts(MADE, DataSpec(held_out_share=0.2), None).parts["heldout"]

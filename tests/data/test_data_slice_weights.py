@@ -78,7 +78,7 @@ def test_weights_leave_the_held_out_part_and_the_size_of_the_other_alone(count, 
     plain, weighted = choose_parts(made, data, None).parts, choose_parts(made, data, plan(weight)).parts
     assert weighted["heldout"] == plain["heldout"]
     assert len(weighted["train"]) == len(plain["train"])
-    assert not any(is_held_out(one.id, 0.2) for one in weighted["train"])
+    assert not any(is_held_out(one.prompt_key, 0.2) for one in weighted["train"])
     german = [sum(one.columns["language"] == "de" for one in parts["train"]) for parts in (plain, weighted)]
     assert german[0] <= german[1]
 

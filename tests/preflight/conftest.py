@@ -26,6 +26,7 @@ CHATS = [
 class Checked:
     errors: list[str]
     warnings: list[str]
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Fleet:
 
     def check(self) -> Checked:
         found = examine_entry("small", self.registry, FileDigests())
-        of = {kind: [one.text for one in found if one.severity == kind] for kind in ("error", "warning")}
-        return Checked(of["error"], of["warning"])
+        of = {kind: [one.text for one in found if one.severity == kind] for kind in ("error", "warning", "note")}
+        return Checked(of["error"], of["warning"], of["note"])
 
 
 @pytest.fixture

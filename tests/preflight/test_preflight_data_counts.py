@@ -30,9 +30,9 @@ def train_with(fleet, batch: int, **entry: Any):
 
 def test_a_global_batch_of_more_than_all_samples_is_an_error(fleet):
     [error], warnings = train_with(fleet, 40)
-    assert "found 40, and there are at most 27 samples to train on" in error
+    assert "found 40, and there are at most 26 samples to train on" in error
     assert warnings == []
-    assert train_with(fleet, 27) == [[], []]
+    assert train_with(fleet, 26) == [[], []]
 
 
 def test_conversations_of_several_answers_may_give_more_samples(fleet):

@@ -22,7 +22,7 @@ def mix(fleet, rows: list[dict[str, Any]], **options: Any) -> list[str]:
 
 
 def test_tokenized_data_cannot_be_mixed(fleet):
-    rows = [{"input_ids": [5, number, 7, 8], "loss_mask": [0, 1, 1, 1]} for number in range(9)]
+    rows = [{"input_ids": [5, number, 7, 8], "loss_mask": [0, 0, 1, 1]} for number in range(9)]
     [error] = mix(fleet, rows, responses={"mode": "passthrough"})
     assert error == "target small: mix: data set more is tokenized already, and only conversations can be mixed"
 

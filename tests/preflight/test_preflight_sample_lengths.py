@@ -117,12 +117,12 @@ def test_a_share_of_supervised_tokens_that_no_answer_reaches(fleet, entry, bound
     assert found.errors == []
     assert any("(data.min_supervised_share)" in warning for warning in found.warnings)
     fleet.write(**{**entry, "data": {"min_supervised_share": 0.02}})
-    assert fleet.check() == type(found)([], [])
+    assert fleet.check() == type(found)([], [], [])
 
 
 def test_answers_of_one_token_are_an_error_unless_no_answer_is_made(fleet):
     fleet.write(responses={"max_new_tokens": 1})
     assert any("responses.max_new_tokens is 1" in error for error in fleet.check().errors)
-    fleet.write_rows([{"input_ids": [5, number, 7, 8], "loss_mask": [0, 1, 1, 1]} for number in range(60)])
+    fleet.write_rows([{"input_ids": [5, number, 7, 8], "loss_mask": [0, 0, 1, 1]} for number in range(60)])
     fleet.write(responses={"max_new_tokens": 1, "mode": "passthrough"})
     assert fleet.check().errors == []

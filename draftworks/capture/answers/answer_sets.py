@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftworks.capture.answers.dialogue import build_conversation, build_token_rows
+from draftworks.capture.answers.dialogue import build_conversation, build_token_rows, digest_questions
 from draftworks.capture.answers.record_file import RecordFile
 from draftworks.capture.engine import make_engine_identity
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
@@ -56,6 +56,20 @@ class PublishedAnswers:
 def find_answers_file(run: RegenerateRun) -> Path:
     """Return the path of the file of finished answers; each identity of answers has its own file."""
     return run.answers / f"{digest(make_answers_identity(run))}.jsonl"
+
+
+def read_asked(run: RegenerateRun) -> Iterator[Conversation]:
+    """Stream the conversations that the target answers, in their order.
+
+    Of those that ask the same the first, where answers are greedy: the others would become the same samples, which an eval
+    set would count as several prompts.
+    """
+    greedy, seen = run.responses.temperature == 0, set[str]()
+    for conversation in read_conversations(run.conversations):
+        asked = digest_questions(conversation) if greedy else conversation.id
+        if asked not in seen:
+            seen.add(asked)
+            yield conversation
 
 
 @contextmanager
@@ -108,7 +122,7 @@ def publish_answers(
     Raises:
         DataError: more than `run.max_rejected_share` of the conversations, or all of them, have no answer.
     """
-    ids = [each.id for each in read_conversations(run.conversations)]
+    ids = [each.id for each in read_asked(run)]
     missing = _collect_missing((answers[each] for each in ids if each in answers), refused)
     require_enough(run, missing.rejected, len(ids))
     for each in missing.rejected[:MAX_LOGGED_REJECTIONS]:
@@ -120,7 +134,10 @@ def publish_answers(
         for each in _iterate_answered(run, missing)
         for row in build_token_rows(answers[each.id], each, run.only_last_turn)
     )
-    return PublishedAnswers(missing, write_tokens(run.out / TOKENS_FOLDER, rows, missing.summarize()))
+    repeated = sum(1 for _ in read_conversations(run.conversations)) - len(ids)
+    return PublishedAnswers(
+        missing, write_tokens(run.out / TOKENS_FOLDER, rows, {**missing.summarize(), "repeated": repeated})
+    )
 
 
 def require_enough(run: RegenerateRun, rejected: Sequence[RejectedSample], total: int) -> None:
@@ -154,4 +171,4 @@ def _add_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> lis
 
 def _iterate_answered(run: RegenerateRun, missing: MissingAnswers) -> Iterator[Conversation]:
     rejected_ids = {each.sample_id for each in missing.rejected}
-    return (each for each in read_conversations(run.conversations) if each.id not in rejected_ids)
+    return (each for each in read_asked(run) if each.id not in rejected_ids)

@@ -9,9 +9,11 @@ import numpy as np
 
 from draftworks.capture.engine import Generated
 from draftworks.data.chat import ChatTokenizer
-from draftworks.data.conversations import Conversation, Turn
+from draftworks.data.conversations import Conversation, Turn, digest_turns
+from draftworks.data.slice_columns import read_asked_thinking
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
+from draftworks.storage.identity import digest
 
 
 class Dialogue:
@@ -147,6 +149,18 @@ def _make_token_row(
     for start, end in sample["generated"][-1 if only_last_turn else 0 :]:
         mask[start:end] = True
     return TokenRow(sample_id, np.array(sample["ids"], dtype=np.int32), mask, original.columns)
+
+
+def digest_questions(conversation: Conversation) -> str:
+    """Return the digest of what a conversation asks: its questions, and whether they are asked with thinking.
+
+    The id where it asks nothing, which is rejected under that id later.
+    """
+    try:
+        questions = require_questions(conversation.turns)
+    except DataError:
+        return conversation.id
+    return digest([[digest_turns(turns) for turns in questions], read_asked_thinking(conversation.columns)])
 
 
 def require_questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:

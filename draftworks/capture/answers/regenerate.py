@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from draftworks.capture.answers.answer_sets import MissingAnswers, open_kept_answers, publish_answers, require_enough
+from draftworks.capture.answers.answer_sets import (
+    MissingAnswers,
+    open_kept_answers,
+    publish_answers,
+    read_asked,
+    require_enough,
+)
 from draftworks.capture.answers.answerers import Answerer, EngineAnswerer, converse
 from draftworks.capture.answers.dialogue import Dialogue
 from draftworks.capture.answers.record_file import RecordFile
@@ -24,7 +30,7 @@ from draftworks.capture.engine import TargetEngine
 from draftworks.capture.progress import Progress, ProgressCallback
 from draftworks.config.run_files import RegenerateRun
 from draftworks.data.chat import ChatTokenizer
-from draftworks.data.conversations import Conversation, read_conversations
+from draftworks.data.conversations import Conversation
 from draftworks.data.rejected import RejectedSample, check_rejected
 from draftworks.errors import CaptureError, DataError
 
@@ -86,9 +92,9 @@ def regenerate_with(
         EngineError: the answerer cannot go on. Finished conversations are kept.
         StoreError: the conversations or the kept answers are unreadable.
     """
-    total = sum(1 for _ in read_conversations(run.conversations))
+    total = sum(1 for _ in read_asked(run))
     with open_kept_answers(run) as records:
-        resumed = sum(1 for each in read_conversations(run.conversations) if each.id in records)
+        resumed = sum(1 for each in read_asked(run) if each.id in records)
         worker = _Regeneration(run, make_answerer, chat, resumed, total, progress, clock)
         if resumed < total:
             worker.require_room(records)
@@ -116,7 +122,7 @@ def help_to_regenerate(
     clock: Callable[[], float] = time.monotonic,
 ) -> HelpSummary:
     """Answer conversations for the job 0 of the same work, which does as `regenerate_with`; arguments are those."""
-    total = sum(1 for _ in read_conversations(run.conversations))
+    total = sum(1 for _ in read_asked(run))
     worker = _Regeneration(run, make_answerer, chat, 0, total, progress, clock)
     SharedAnswers(run, worker.answer_window, worker.window_size, worker.report).help()
     return HelpSummary(worker.tokens, worker.seconds)
@@ -170,7 +176,7 @@ class _Regeneration:
     def require_room(self, records: RecordFile) -> None:
         """Raise DataError if so many conversations leave no room for an answer that the run would end after all others."""
         rejected = []
-        for each in read_conversations(self._run.conversations):
+        for each in read_asked(self._run):
             reason = records[each.id].get("dropped") if each.id in records else self._find_problem(each)
             if reason is not None:
                 rejected.append(RejectedSample(each.id, reason))
@@ -179,7 +185,7 @@ class _Regeneration:
 
     def answer_all(self, records: RecordFile) -> list[RejectedSample]:
         """Answer all conversations that `records` lacks; return those that were refused."""
-        unanswered = (each for each in read_conversations(self._run.conversations) if each.id not in records)
+        unanswered = (each for each in read_asked(self._run) if each.id not in records)
         while window := list(islice(unanswered, self.window_size * self._count_copies())):
             self.answer_window(window, records)
         return self.refused

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from draftworks.capture.answers.answer_sets import find_answers_file, make_answers_identity
+from draftworks.capture.answers.answer_sets import find_answers_file, make_answers_identity, read_asked
 from draftworks.capture.answers.record_file import RecordFile, read_record_ids
 from draftworks.capture.ranges import Range, RangeQueue
 from draftworks.config.run_files import RegenerateRun
@@ -59,7 +59,7 @@ class SharedAnswers:
         self._beat = beat
         self._identity = make_answers_identity(run)
         self._file = find_answers_file(run)
-        self._ids = list(dict.fromkeys(each.id for each in read_conversations(run.conversations)))
+        self._ids = list(dict.fromkeys(each.id for each in read_asked(run)))
         self._folder = self._file.with_name(f"{self._file.stem}.{digest([size, self._ids])}.parts")
 
     def answer_all(self, records: RecordFile) -> list[RejectedSample]:

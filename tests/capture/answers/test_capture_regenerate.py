@@ -69,6 +69,19 @@ class Ending(WatchedEngine):
         return [Generated((*(token for token in each.ids if token != end), end), True) for each in responses]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_prompt_that_is_answered_greedily_is_asked_once(temperature, tiny_target, tmp_path: Path, watched, chat):
+    """Each further answer would be the same sample, and count as a prompt of its own in every interval."""
+    turns = [[Turn("user", f"What is {n}?"), Turn("assistant", f"{k}")] for n in range(3) for k in range(4)]
+    run = make_run(tiny_target, tmp_path, list(map(Conversation.of, turns)), responses={"temperature": temperature})
+    summary = regenerate(run, watched, chat)
+    once = temperature == 0
+    assert (summary.conversations, summary.tokens["repeated"]) == ((3, 9) if once else (12, 0))
+    assert len(TokenizedSet.open(run.out / TOKENS_FOLDER)) == (3 if once else 12)
+    again = regenerate(run, watched, chat)
+    assert (again.resumed, again.tokens["repeated"]) == (summary.conversations, summary.tokens["repeated"])
+
+
 def test_samples_are_prompt_then_generated_ids(tiny_target, tmp_path: Path, watched, chat):
     sources = [conversation(i) for i in range(7)]
     run = make_run(tiny_target, tmp_path, sources)
