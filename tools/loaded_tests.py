@@ -1,6 +1,6 @@
 """Runs the tests whose verdict could hang on the machine's load, again and again beside busy processes; tells who failed.
 
-    python -m tools.loaded_tests [--turns 5] [--busy 8] [PYTEST_ARGUMENT ...]
+    python -m tools.loaded_tests [--turns 5] [--busy 8] [--workers 8] [PYTEST_ARGUMENT ...]
 
 Without arguments for pytest it runs `FILES`: what waits for processes, threads, ports and time-outs.
 """
@@ -106,11 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5, help="how often all of them run")
     parser.add_argument("--busy", type=int, default=8, help="busy processes beside them")
+    parser.add_argument(
+        "--workers", type=int, default=8, help="tests at a time: with as many as busy processes, half is theirs"
+    )
     known, rest = parser.parse_known_args(arguments)
+    spread = ["-n", str(known.workers), "--dist", "loadfile", "--no-loadscope-reorder"] if known.workers > 1 else []
     turns: list[Turn] = []
     with busy(known.busy):
         for number in range(known.turns):
-            turns.append(run_tests(rest or FILES))
+            turns.append(run_tests([*spread, *(rest or FILES)]))
             print(f"turn {number + 1}: {len(turns[-1].failed)} of {turns[-1].tests} failed", flush=True)
     print(describe(turns))
     return int(any(turn.failed for turn in turns))

@@ -37,7 +37,7 @@ def test_a_failure_in_a_turn_is_its_exit_code(tmp_path: Path, capfd: pytest.Capt
     (tmp_path / "test_it.py").write_text(
         "from pathlib import Path\ndef test_once():\n    (Path(__file__).parent / 'ran').touch(exist_ok=False)\n"
     )
-    assert main(["--turns", "2", "--busy", "1", "--rootdir", str(tmp_path), str(tmp_path)]) == 1
+    assert main(["--turns", "2", "--busy", "1", "--workers", "1", "--rootdir", str(tmp_path), str(tmp_path)]) == 1
     assert "failed in 1 of 2 turns: test_it::test_once" in capfd.readouterr().out
 
 
