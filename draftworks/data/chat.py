@@ -7,8 +7,10 @@ character offsets, never from tokenizing parts of the text again.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_bytes, read_json
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+FIXED_DATE = datetime(2024, 7, 26)
 """Templates that print today's date would give other tokens every day; this is the date Llama 3 falls back to."""
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -57,7 +59,8 @@ class ChatTokenizer:
         self.eos_ids = eos_ids
         self.has_markers = _MARKER.search(template) is not None
         self._tokenizer = tokenizer
-        self._template = _FIXED_DATE + template if "strftime_now" in template else template
+        self._template = template
+        self._date = FIXED_DATE
         self._end_of_turn = EndOfTurn(tokenizer.all_special_tokens + _list_added_special_tokens(tokenizer))
         self.template_options: Mapping[str, bool] = {}
         self._switched: dict[bool, ChatTokenizer] = {}
@@ -86,6 +89,17 @@ class ChatTokenizer:
             self._switched[thinking] = switched
         return self._switched[thinking]
 
+    @property
+    def prints_date(self) -> bool:
+        """Whether the template asks for the date."""
+        return "strftime_now" in self._template
+
+    def on_date(self, date: datetime) -> ChatTokenizer:
+        """Return the same tokenizer with another date for the template than `FIXED_DATE`."""
+        other = copy.copy(self)
+        other._date, other._switched = date, {}
+        return other
+
     def choose(self, conversation: Conversation) -> ChatTokenizer:
         """Return the tokenizer that asks a conversation as the mix says: with thinking on or off, or this one."""
         thinking = read_asked_thinking(conversation.columns)
@@ -95,7 +109,8 @@ class ChatTokenizer:
     def digest(self) -> str:
         """Content digest of everything that decides which ids a conversation gets."""
         parts = [self._tokenizer.backend_tokenizer.to_str(), self._template, self._tokenizer.special_tokens_map]
-        return digest([*parts, *([dict(self.template_options)] if self.template_options else [])])
+        date = [self._date.isoformat()] if self.prints_date else []
+        return digest([*parts, *([dict(self.template_options)] if self.template_options else []), *date])
 
     @property
     def mask_token_id(self) -> int | None:
@@ -144,47 +159,19 @@ class ChatTokenizer:
         """Return the ids of the conversation so far and of the header that opens the assistant's turn."""
         return self._plain_ids(self._render(turns, add_generation_prompt=True).text)
 
-    def encode_continuation(self, turns: Sequence[Turn], next_turns: Sequence[Turn], ended: bool = True) -> list[int]:
-        """Return the ids that follow a *generated* assistant turn, up to and including the header of the next one.
-
-        The generated ids are kept as they are; what the template prints after them is tokenized on its own.
-
-        Args:
-            turns: the conversation so far; the last turn is the generated one (its content does not matter).
-            next_turns: the turns before the assistant's next one.
-            ended: whether the generated ids end with the token that closes the turn, so that it is left out here.
-
-        Raises:
-            DataError: the template does not print the generated turn exactly once.
-        """
-        if not turns or turns[-1].role != "assistant" or not next_turns:
-            raise DataError("a continuation needs a generated assistant turn and at least one turn after it")
-        after = self._render_after_answer(turns, next_turns)
-        return self._plain_ids(after[self._end_of_turn.after(after, 0) :] if ended else after)
-
-    def keeps_answer(self, turns: Sequence[Turn], next_turns: Sequence[Turn]) -> bool:
-        """Whether the template prints prompt and answer unchanged when the conversation continues.
-
-        Templates of thinking models drop the thoughts of earlier answers. White space is ignored.
-
-        Args:
-            turns: the conversation so far; the last turn is the answer as the model gave it.
-            next_turns: the turns before the assistant's next one.
-
-        Raises:
-            DataError: the template refuses the conversation.
-        """
-        before = self._render(turns[:-1], add_generation_prompt=True).text + turns[-1].content
-        after = self._render([*turns, *next_turns], add_generation_prompt=True).text
-        return "".join(after.split()).startswith("".join(before.split()))
-
     def encode_answer(self, turns: Sequence[Turn], ended: bool) -> list[int]:
         """Return the ids of an answer known by its text, with the token that closes the turn if it `ended`.
+
+        They are those that follow the prompt where prompt and answer are tokenized at once, if the prompt's own ids begin
+        them; else the answer's words are tokenized on their own.
 
         Raises:
             DataError: the template does not print the turn exactly once, or an id is outside the target's vocabulary.
         """
-        words = self._plain_ids(turns[-1].content)
+        before = self._render(turns[:-1], add_generation_prompt=True).text
+        prompt = self._plain_ids(before)
+        whole = self._plain_ids(before + turns[-1].content)
+        words = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._plain_ids(turns[-1].content)
         return [*words, *self.encode_closing(turns)] if ended else words
 
     def encode_closing(self, turns: Sequence[Turn]) -> list[int]:
@@ -193,17 +180,17 @@ class ChatTokenizer:
         Raises:
             DataError: the template does not print the turn exactly once.
         """
-        after = self._render_after_answer(turns, ())
+        after = self._render_after_answer(turns)
         return self._plain_ids(after[: self._end_of_turn.after(after, 0)])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _render_after_answer(self, turns: Sequence[Turn], next_turns: Sequence[Turn]) -> str:
-        """Return what the template prints after the last turn's words: `next_turns` and a header, if there are any."""
+    def _render_after_answer(self, turns: Sequence[Turn]) -> str:
+        """Return what the template prints after the last turn's words."""
         last = len(turns) - 1
-        text = self._render([*_with_sentinels(turns, [last]), *next_turns], add_generation_prompt=bool(next_turns)).text
+        text = self._render(_with_sentinels(turns, [last])).text
         _, found, after = text.partition(make_sentinel(last))
         if not found or make_sentinel(last) in after:
             raise DataError(f"{self.name}: the chat template does not print the last assistant turn exactly once")
@@ -247,7 +234,7 @@ class ChatTokenizer:
             with limit_cpu_time(RENDER_LIMIT_S):
                 texts, spans = render_jinja_template(
                     [messages],
-                    chat_template=self._template,
+                    chat_template=f"{_define_date(self._date)}{self._template}" if self.prints_date else self._template,
                     return_assistant_tokens_mask=tracked,
                     add_generation_prompt=add_generation_prompt,
                     **variables,
@@ -278,6 +265,17 @@ class ChatTokenizer:
                 " the tokenizer belongs to another model"
             )
         return array
+
+
+@functools.cache
+def _define_date(date: datetime) -> str:
+    """Return a macro in place of transformers' `strftime_now`, which prints today. A template gets no function of ours."""
+    letters = "aAbBcCdDeFgGhHIjklmMpPrRsSTuUVwWxXyYzZ"
+    forms = [f"%{flag}{letter}" for letter in letters for flag in ("", "-")]
+    values = {form: date.strftime(form) for form in forms}
+    filters = [("%%", "\0"), *values.items(), ("\0", "%")]
+    chain = "".join(f"|replace({form!r}, {value!r})" for form, value in filters)
+    return "{%- macro strftime_now(format) -%}{{- format" + chain + " -}}{%- endmacro -%}"
 
 
 def _with_sentinels(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:

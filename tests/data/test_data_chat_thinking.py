@@ -1,4 +1,4 @@
-"""Templates of models that think: the switch, what they keep of earlier answers, and answers known by their text."""
+"""Templates of models that think: the switch, and answers known by their text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from test_data_chat import FAMILIES, QUICK, conversations, texts
+from test_data_chat import FAMILIES, QUICK, conversations
 from thinking import THINKING_TEMPLATE, thinking_target
 
 from draftworks.config.run_files import TargetFiles
@@ -16,7 +16,6 @@ from draftworks.errors import ConfigError
 
 ASKED = [Turn("user", "What is a pipe?")]
 THOUGHT = "<think>\nA kind of buffer.\n</think>\n\nIt connects processes."
-NEXT = [Turn("user", "And a socket?")]
 
 
 @pytest.fixture
@@ -51,25 +50,6 @@ def test_a_template_without_a_switch_refuses_the_choice(tiny_target):
 
 def test_what_the_template_is_told_is_part_of_the_digest(target):
     assert len({ChatTokenizer.load(target, thinking).digest for thinking in (None, True, False)}) == 3
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@QUICK
-@given(conversation=conversations(), following=texts)
-def test_templates_of_models_that_do_not_think_keep_every_answer(chats, family, conversation, following):
-    assert chats[family].keeps_answer(conversation.turns, [Turn("user", following)])
-
-
-def test_an_answer_whose_thoughts_are_dropped_is_not_kept(target):
-    chat = ChatTokenizer.load(target)
-    assert not chat.keeps_answer([*ASKED, Turn("assistant", THOUGHT)], NEXT)
-    assert chat.keeps_answer([*ASKED, Turn("assistant", "It connects processes.")], NEXT)
-    assert chat.keeps_answer([*ASKED, Turn("assistant", THOUGHT)], [Turn("tool", "exit code 0")])
-
-
-def test_a_prompt_that_ends_in_no_thoughts_is_not_kept_either(target):
-    without = ChatTokenizer.load(target, thinking=False)
-    assert not without.keeps_answer([*ASKED, Turn("assistant", "It connects processes.")], NEXT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

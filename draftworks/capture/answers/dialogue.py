@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,17 @@ from draftworks.storage.identity import digest
 
 
 class Dialogue:
-    """A conversation's token ids: prompt and generated ids, then continuation and generated ids of each later turn.
+    """A conversation's token ids: prompt and generated ids of each turn, as a server and its clients exchange them.
 
-    Generated ids are kept as they were, never decoded and tokenized again. Where the template renders the next prompt
-    with other tokens than the earlier prompt and answer (without the thoughts of earlier answers, for example), the
-    next answer begins a sample of its own, so that every supervised token follows the tokens that the target read when
-    it generated that token. An assistant turn that opens the conversation is context; an assistant turn directly after
-    another one is left out.
+    What the target reads for a turn is the template's rendering of the conversation so far, tokenized at once, with the
+    words of earlier answers. Where it begins with the earlier prompt and the very ids that were generated, the answer
+    joins them in one sample. Elsewhere (thoughts or blanks that the template drops, words that have other tokens when they
+    are read) it begins a sample of its own. So every supervised token is one that the target generated, after the tokens
+    that it read then. An assistant turn that opens the conversation is context; an assistant turn directly after another
+    one is left out.
 
     Args:
         max_length: largest number of tokens of a sample.
-        rendered: whether the target receives messages instead of token ids. Its input is then always the template's
-            rendering of the conversation so far.
 
     Attributes:
         chat: tokenizer and template that ask this conversation.
@@ -38,11 +38,8 @@ class Dialogue:
         DataError: no assistant turn to generate, the template refuses the conversation, or the prompt leaves no room.
     """
 
-    def __init__(
-        self, conversation: Conversation, chat: ChatTokenizer, max_length: int, rendered: bool = False
-    ) -> None:
+    def __init__(self, conversation: Conversation, chat: ChatTokenizer, max_length: int) -> None:
         self.id = conversation.id
-        self._rendered = rendered
         self.chat = chat
         self._max_length = max_length
         self._questions = require_questions(conversation.turns)
@@ -62,6 +59,21 @@ class Dialogue:
                 f"its prompt has {len(self.ids)} tokens, which leaves no room for a response within max_length "
                 f"{max_length}"
             )
+
+    def read_on_date(self, prompt_ids: Sequence[int], date: datetime) -> bool:
+        """Ask this and all later turns as on another date, if the prompt then has these ids; return whether it has.
+
+        For a template that prints today's date, asked by a server that knows which day it is.
+        """
+        chat = self.chat.on_date(date)
+        if chat.encode_prompt(self._turns) != list(prompt_ids):
+            return False
+        self.chat = chat
+        if self._spans:
+            self._earlier_samples.append({"ids": self.ids[: self._spans[-1][1]], "generated": self._spans})
+            self._spans = []
+        self.ids = list(prompt_ids)
+        return True
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -84,7 +96,7 @@ class Dialogue:
             return
         following = self._questions.pop(0)
         try:
-            continued = self._render_continuation(following)
+            continued = self.chat.encode_prompt([*self._turns, *following])
         except DataError as error:
             self.done, self.stop_reason = True, str(error)
             return
@@ -96,12 +108,6 @@ class Dialogue:
             self._spans = []
         self.ids = continued
         self._turns.extend(following)
-
-    def _render_continuation(self, following: tuple[Turn, ...]) -> list[int]:
-        """Return the token ids that the target reads next, up to and including the header of the next answer."""
-        if not self._rendered and self.chat.keeps_answer(self._turns, following):
-            return [*self.ids, *self.chat.encode_continuation(self._turns, following)]
-        return self.chat.encode_prompt([*self._turns, *following])
 
     def _make_sample(self) -> dict[str, Any]:
         return {"ids": self.ids, "generated": self._spans}

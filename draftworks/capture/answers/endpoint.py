@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
@@ -145,7 +146,7 @@ class EndpointAnswerer(Answerer):
                 once as a warning.
         """
         if completion.prompt_ids is not None:
-            if list(completion.prompt_ids) != dialogue.ids:
+            if list(completion.prompt_ids) != dialogue.ids and not _was_read_on_another_day(completion, dialogue):
                 raise ConfigError(self._describe_difference(completion.prompt_ids, dialogue.ids))
         elif completion.prompt_tokens not in (None, len(dialogue.ids)) and not self._has_warned:
             self._has_warned = True
@@ -199,6 +200,15 @@ class EndpointAnswerer(Answerer):
                 "without a reasoning parser, or set responses.endpoint.token_ids to true"
             )
         return dialogue.chat.encode_answer([*dialogue.turns, Turn("assistant", completion.text)], ended)
+
+
+def _was_read_on_another_day(completion: Completion, dialogue: Dialogue) -> bool:
+    """Whether the prompt differs by the day alone on which the server rendered it; the dialogue then has that day."""
+    if not dialogue.chat.prints_date or completion.prompt_ids is None:
+        return False
+    now = datetime.now()
+    days = (now, now - timedelta(days=1), now + timedelta(days=1))  # other time zones, and a midnight in between
+    return any(dialogue.read_on_date(completion.prompt_ids, day) for day in days)
 
 
 def _read_api_key(endpoint: EndpointSpec, environment: Mapping[str, str]) -> str | None:

@@ -161,7 +161,6 @@ class _Regeneration:
         self._progress = progress
         self._clock = clock
         self._max_length = find_max_sample_length(run)
-        self._rendered = run.responses.endpoint is not None
         self.resumed = resumed
         self.refused: list[RejectedSample] = []
         self._done = self.resumed
@@ -269,7 +268,7 @@ class _Regeneration:
         return dialogues
 
     def _open_dialogue(self, conversation: Conversation) -> Dialogue:
-        return Dialogue(conversation, self._chat.choose(conversation), self._max_length, self._rendered)
+        return Dialogue(conversation, self._chat.choose(conversation), self._max_length)
 
     def _find_problem(self, conversation: Conversation) -> str | None:
         """Return why no answer can be generated for a conversation; None if one can."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,43 @@ def test_a_server_that_renders_something_else_is_refused(tiny_target, tmp_path: 
         pytest.raises(
             ConfigError, match=r"they differ from token 1 on, where the endpoint has 'system.* the registry 'user"
         ),
+    ):
+        regenerate_run(run)
+
+
+@pytest.mark.parametrize("days", [-1, 0, 1])
+def test_a_server_whose_template_prints_today_is_understood(days, tiny_target, tmp_path: Path):
+    """It knows the day and we cannot: the samples have what it read, midnight and time zones included."""
+    dated = tmp_path / "dated.jinja"
+    dated.write_text(
+        "{{- '<|im_start|>system\nToday is ' + strftime_now('%d %B %Y') + '<|im_end|>\n' -}}"
+        + ChatTokenizer.load(tiny_target)._template
+    )
+    target = tiny_target.model_copy(update={"chat_template": str(dated)})
+    today = datetime.now() + timedelta(days=days)
+
+    class Dated(FakeChat):
+        def _chat(self, thinking):
+            return super()._chat(thinking).on_date(today)
+
+    fake = Dated(target)
+    with make_endpoint_run(tmp_path, target, fake) as run:
+        regenerate_run(run)
+    chat = ChatTokenizer.load(target)
+    rows = rows_of(run)
+    assert len(rows) == len(SOURCES)  # several answers stay in one sample
+    for row in rows:
+        assert f"Today is {today:%d %B %Y}<|im_end|>" in spelt(chat, row)
+        assert row.supervised
+
+
+def test_a_server_with_another_template_is_refused_though_it_prints_a_date(tiny_target, tmp_path: Path):
+    dated = tmp_path / "dated.jinja"
+    dated.write_text("{{- strftime_now('%Y') -}}" + ChatTokenizer.load(tiny_target)._template)
+    target = tiny_target.model_copy(update={"chat_template": str(dated)})
+    with (
+        make_endpoint_run(tmp_path, target, FakeChat(tiny_target)) as run,
+        pytest.raises(ConfigError, match="Serve the same target with the same chat template"),
     ):
         regenerate_run(run)
 

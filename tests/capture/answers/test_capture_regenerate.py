@@ -115,7 +115,7 @@ def test_later_turns_follow_the_generated_ones_token_for_token(tiny_target, tmp_
         ids = row.input_ids[:end].tolist()
         turns += [Turn("assistant", chat.decode(ids[start:])), *source.turns[2 * number + 2 : 2 * number + 3]]
         if number < 2:
-            ids += chat.encode_continuation(turns[:-1], turns[-1:])
+            ids = chat.encode_prompt(turns)
     answered = next(iter(read_conversations(tmp_path / "out" / CONVERSATIONS)))
     assert answered.turns == tuple(turns)
 
