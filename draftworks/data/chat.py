@@ -61,7 +61,9 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._date = FIXED_DATE
-        self._end_of_turn = EndOfTurn(tokenizer.all_special_tokens + _list_added_special_tokens(tokenizer))
+        added = tokenizer.added_tokens_decoder.values()
+        special = [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
+        self._end_of_turn = EndOfTurn(special, {token.content for token in added if token.special and token.rstrip})
         self.template_options: Mapping[str, bool] = {}
         self._switched: dict[bool, ChatTokenizer] = {}
 
@@ -137,7 +139,7 @@ class ChatTokenizer:
             DataError: the template refuses the conversation, its assistant turns cannot be located, or an id is outside
                 the target's vocabulary.
         """
-        rendered = self.render(conversation.turns)
+        rendered = self._add_generated_blanks(conversation.turns, self.render(conversation.turns))
         spans = self._last_turn(conversation.turns, rendered.spans) if only_last_turn else rendered.spans
         encoding = self._tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         input_ids = self._require_ids(encoding["input_ids"])
@@ -154,6 +156,24 @@ class ChatTokenizer:
         template_text = self._render(_with_sentinels(turns, assistant_turns)).text
         spans = locate(text, template_text, assistant_turns, [turns[number].content for number in assistant_turns])
         return Rendered(text, tuple(self._end_of_turn.append(text, span) for span in spans))
+
+    def _add_generated_blanks(self, turns: Sequence[Turn], rendered: Rendered) -> Rendered:
+        """Return the spans with the white space that the template prints between the prompt and the answer's words.
+
+        The target generates it, since the prompt ends before it, often in one token with the first word.
+        """
+        assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+        spans, text = list(rendered.spans), rendered.text
+        if len(spans) != len(assistant_turns):
+            return rendered
+        for place, (number, span) in enumerate(zip(assistant_turns, spans)):
+            blanks = text[: span.start][len(text[: span.start].rstrip()) :]
+            if not number or not blanks:
+                continue
+            prompt = self._render(turns[:number], add_generation_prompt=True).text
+            if len(prompt) >= span.start - len(blanks) and text[: span.start].startswith(prompt):
+                spans[place] = Span(len(prompt), span.end)
+        return Rendered(text, tuple(spans))
 
     def encode_prompt(self, turns: Sequence[Turn]) -> list[int]:
         """Return the ids of the conversation so far and of the header that opens the assistant's turn."""
@@ -280,11 +300,6 @@ def _define_date(date: datetime) -> str:
 
 def _with_sentinels(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
     return [Turn(turn.role, make_sentinel(n)) if n in numbers else turn for n, turn in enumerate(turns)]
-
-
-def _list_added_special_tokens(tokenizer: Any) -> list[str]:
-    """Return special tokens that have no role name in the tokenizer, such as `<|eot_id|>`."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def _load_tokenizer(target: TargetFiles) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,13 +77,15 @@ class EndOfTurn:
 
     Args:
         special_tokens: the texts of the tokenizer's special tokens.
+        swallowing: those of them that the tokenizer joins with the white space after them.
     """
 
-    def __init__(self, special_tokens: Iterable[str]) -> None:
+    def __init__(self, special_tokens: Iterable[str], swallowing: Collection[str] = ()) -> None:
         tokens = sorted((token for token in special_tokens if token), key=len, reverse=True)
-        alternatives = "|".join(map(re.escape, tokens)) or "(?!)"
+        alternatives = "|".join(re.escape(token) + r"\s*" * (token in swallowing) for token in tokens) or "(?!)"
         self._follows = re.compile(rf"\s*(?:{alternatives})")
         self._closes = re.compile(rf"(?:{alternatives})\s*\Z")
+        self._swallows = re.compile(rf"(?:{'|'.join(map(re.escape, swallowing)) or '(?!)'})\s*\Z")
 
     def after(self, text: str, position: int) -> int:
         """Return the end of the special token at `position`, after optional white space; `position` if there is none."""
@@ -96,7 +98,10 @@ class EndOfTurn:
 
     def complete(self, text: str, span: Span) -> Span:
         """Return the span with its closing token, which markers in templates may or may not include."""
-        return span if self._closes.search(text[span.start : span.end]) else self.append(text, span)
+        said = text[span.start : span.end]
+        if self._swallows.search(said):
+            return Span(span.start, len(text) - len(text[span.end :].lstrip()))
+        return span if self._closes.search(said) else self.append(text, span)
 
 
 def build_label_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
