@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.slice_columns import read_asked_thinking
-from draftworks.data.spans import EndOfTurn, Rendered, Span, build_label_mask, locate, make_sentinel
+from draftworks.data.spans import EndOfTurn, Rendered, Span, build_label_mask, locate, make_sentinel, narrow_to_words
 from draftworks.distributed.time_limit import CpuTimeExceeded, limit_cpu_time
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import digest
@@ -149,13 +149,30 @@ class ChatTokenizer:
     def render(self, turns: Sequence[Turn]) -> Rendered:
         """Return the conversation as text with the assistant's spans, closing tokens included; errors as `encode`."""
         if self.has_markers:
-            text, spans = self._render(turns, tracked=True)
-            return Rendered(text, tuple(self._end_of_turn.complete(text, span) for span in spans))
+            text, marked = self._render(turns, tracked=True)
+            contents = [turn.content for turn in turns if turn.role == "assistant"]
+            spans = narrow_to_words(text, marked, contents)
+            return self._without_next_headers(turns, text, spans, self._end_of_turn.complete)
         text = self._render(turns).text
         assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
         template_text = self._render(_with_sentinels(turns, assistant_turns)).text
         spans = locate(text, template_text, assistant_turns, [turns[number].content for number in assistant_turns])
-        return Rendered(text, tuple(self._end_of_turn.append(text, span) for span in spans))
+        return self._without_next_headers(turns, text, spans, self._end_of_turn.append)
+
+    def _without_next_headers(
+        self, turns: Sequence[Turn], text: str, spans: Sequence[Span], close: Callable[[str, Span], Span]
+    ) -> Rendered:
+        """Return the spans, each with the token that closes its turn, unless that token begins the next turn."""
+        closed = [close(text, span) for span in spans]
+        assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+        if len(spans) == len(assistant_turns):
+            for place, number in enumerate(assistant_turns[:-1]):
+                added = text[spans[place].end : closed[place].end].strip()
+                if added and self._tokenizer.convert_tokens_to_ids(added) not in self.eos_ids:
+                    alone = self._render(turns[: number + 1]).text
+                    if len(alone) < closed[place].end and text.startswith(alone):
+                        closed[place] = spans[place]
+        return Rendered(text, tuple(closed))
 
     def _add_generated_blanks(self, turns: Sequence[Turn], rendered: Rendered) -> Rendered:
         """Return the spans with the white space that the template prints between the prompt and the answer's words.

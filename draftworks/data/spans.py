@@ -59,6 +59,40 @@ def locate(text: str, template_text: str, turns: Sequence[int], contents: Sequen
     )
 
 
+def narrow_to_words(text: str, marked: Sequence[Span], contents: Sequence[str]) -> tuple[Span, ...]:
+    """Return the spans that a template's generation markers give, each from the first word of its assistant turn on.
+
+    jinja counts characters where the markers are evaluated, so in a macro or a set block it counts others than are printed.
+
+    Args:
+        contents: of the assistant turns, in order; a template may mark some of them only.
+
+    Raises:
+        DataError: a span does not hold the words of a turn, after those of the span before it.
+    """
+    found, left = [], iter(contents)
+    for span in marked:
+        said = text[span.start : span.end]
+        start = next((at for content in left if (at := _find_words(said, content)) is not None), None)
+        if start is None:
+            raise DataError(
+                f"the chat template marks {said[:60]!r} as generated, which are not the words of an assistant turn. Markers do "
+                "not work inside a macro or a set block: write them where the words are printed"
+            )
+        found.append(Span(span.start + start, span.end))
+    return tuple(found)
+
+
+def _find_words(said: str, content: str) -> int | None:
+    """Return where a turn's words begin; None if they are not there. Moved white space and special tokens do not matter."""
+    for transform in TRANSFORMS:
+        if (at := said.find(transform(content))) >= 0:
+            return at
+    first = content.split()[:1]
+    spread = first and "".join(content.split()) in "".join(said.split())
+    return said.find(first[0]) if spread else None
+
+
 def _around_sentinels(template_text: str, turns: Sequence[int]) -> list[str]:
     literals, rest = [], template_text
     for turn in turns:

@@ -138,9 +138,37 @@ def test_markers_that_leave_the_end_token_out_give_the_same_mask(chats, make_tar
 
 
 def test_markers_that_do_not_match_the_turns_cannot_single_out_the_last(make_target, templates):
-    template = "{% generation %}x{% endgeneration %}" + templates["qwen"]
-    with pytest.raises(DataError, match="marks 2 generations in 1 assistant turns"):
-        ChatTokenizer.load(make_target(template)).encode(Conversation.of([Turn("assistant", "b")]), only_last_turn=True)
+    template = templates["qwen"].replace("m['role'] == 'assistant'", "m['role'] == 'assistant' and loop.first")
+    said = Conversation.of([Turn("assistant", "a"), Turn("user", "b"), Turn("assistant", "c")])
+    with pytest.raises(DataError, match="marks 1 generations in 2 assistant turns"):
+        ChatTokenizer.load(make_target(template)).encode(said, only_last_turn=True)
+
+
+def test_markers_around_other_words_than_a_turns_are_refused(make_target, templates):
+    """Such as those in a macro behind other text: jinja counts the characters from where the macro is called."""
+    header = "{{- '<|im_start|>' + m['role'] + '\\n' -}}"
+    in_macro = (
+        "{%- macro said(m) -%}" + header + "{%- generation -%}{{- m['content'] + '<|im_end|>' -}}{%- endgeneration -%}"
+        "{%- endmacro -%}{%- for m in messages -%}{{- said(m) -}}{%- endfor -%}"
+    )
+    said = Conversation.of([Turn("user", "what is it"), Turn("assistant", "it is a model")])
+    for template in ("{% generation %}x{% endgeneration %}" + templates["qwen"], in_macro):
+        with pytest.raises(DataError, match="as generated, which are not the words of an assistant turn"):
+            ChatTokenizer.load(make_target(template)).encode(said)
+
+
+def test_the_beginning_of_the_next_turn_is_no_end_of_an_answer(make_target):
+    """Nothing closes an answer here: the target never generates the user's header."""
+    template = (
+        "{%- for m in messages -%}{%- if m['role'] == 'user' -%}{{- '<|im_start|>' + m['content'] + '<|im_end|>' -}}"
+        "{%- else -%}{%- generation -%}{{- m['content'] -}}{%- endgeneration -%}{%- endif -%}{%- endfor -%}"
+    )
+    plain = template.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    for text in (template, plain):
+        chat = ChatTokenizer.load(make_target(text))
+        said = [Turn("user", "a"), Turn("assistant", "the other"), Turn("user", "b"), Turn("assistant", "yes")]
+        ids, mask = chat.encode(Conversation.of(said))
+        assert b"".join(piece for piece, on in zip(bytes_of(chat, ids), mask) if on) == b"the otheryes"
 
 
 @QUICK
