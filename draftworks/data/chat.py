@@ -192,6 +192,16 @@ class ChatTokenizer:
                 spans[place] = Span(len(prompt), span.end)
         return Rendered(text, tuple(spans))
 
+    def require_words(self, turns: Sequence[Turn]) -> None:
+        """Raise DataError if the template does not print the words of a turn that is asked; white space does not matter."""
+        printed = "".join(self._render(turns, add_generation_prompt=True).text.split())
+        for number, turn in enumerate(turns, start=1):
+            if "".join(turn.content.split()) not in printed:
+                raise DataError(
+                    f"{self.name}: the chat template does not print what turn {number} ({turn.role}) says, {turn.content[:40]!r}: it "
+                    "expects another form of messages (content as a list of parts?). Use another template (chat_template)"
+                )
+
     def encode_prompt(self, turns: Sequence[Turn]) -> list[int]:
         """Return the ids of the conversation so far and of the header that opens the assistant's turn."""
         return self._plain_ids(self._render(turns, add_generation_prompt=True).text)

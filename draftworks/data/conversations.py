@@ -51,6 +51,10 @@ class Turn:
     content: str
 
 
+ANSWER = Turn("assistant", "")
+"""Stands last where the target is to answer: in rows that end with a question, and in served prompts."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Turns in order. `columns` are other scalar fields of the data row, for evaluation slices; never part of `id`."""
@@ -64,6 +68,11 @@ class Conversation:
         """Create a conversation whose id is the digest of its turns, so that duplicates collapse."""
         turns = tuple(turns)
         return cls(digest_turns(turns), turns, dict(columns or {}))
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the last turn is still to be answered, so that `ANSWER` stands there."""
+        return self.turns[-1:] == (ANSWER,)
 
     @property
     def prompt_key(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
 from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
 from draftworks.data.raw_rows import RawRow, Rejection, read_rows, reject
+from draftworks.data.rejected import describe_commonest
 from draftworks.data.sources import find_dataset_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
@@ -102,9 +104,11 @@ class _Tally:
     duplicates: int = 0
     rejected: int = 0
     first: list[Rejection] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
 
     def reject(self, rejection: Rejection) -> None:
         self.rejected += 1
+        self.reasons[rejection.reason] += 1
         if len(self.first) < SHOWN_REJECTIONS:
             self.first.append(rejection)
 
@@ -157,7 +161,7 @@ def _check(dataset: DatasetSpec, paths: list[Path], tally: _Tally, limit: float,
     if tally.rejected > limit * tally.rows:
         raise DataError(
             f"{where}: {tally.rejected:,} of {tally.rows:,} rows rejected ({tally.rejected / tally.rows:.1%}),"
-            f" max_rejected_share allows {limit:.1%}. The first:\n{shown}\n"
+            f" max_rejected_share allows {limit:.1%}. {describe_commonest(tally.reasons)}. The first:\n{shown}\n"
             f"All of them are in {quarantine}: repair them, or raise max_rejected_share"
         )
     if tally.rejected == tally.rows:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from draftworks.data.conversations import Conversation, Scalar, Turn
+from draftworks.data.conversations import ANSWER, Conversation, Scalar, Turn
 from draftworks.data.token_rows import TokenRow
 from draftworks.storage.identity import digest
 
@@ -17,9 +17,11 @@ Format = Literal["sharegpt", "openai", "tokens"]
 
 SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
     "system": "system",
-    **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(
+        ("function_call", "tool_call", "tool", "observation", "function_response", "tool_response"), "tool"
+    ),
 }
 OPENAI_ROLES = {
     "user": "user",
@@ -29,6 +31,9 @@ OPENAI_ROLES = {
 }
 FORMAT_KEYS: dict[str, Format] = {"conversations": "sharegpt", "messages": "openai", "input_ids": "tokens"}
 _KEY_OF: dict[Format, str] = {name: key for key, name in FORMAT_KEYS.items()}
+
+TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
+"""Keys of rows and messages that say which tools there are, or that one is called."""
 
 LONGEST_COLUMN = 256
 """Characters; a longer field is text rather than a slice for evaluation, and is dropped."""
@@ -58,10 +63,10 @@ def detect_format(row: Any) -> Format:
 
 
 def parse_conversation(row: Any, expected: Format | None = None) -> Conversation:
-    """Parse a ShareGPT or OpenAI row; `expected` None accepts both.
+    """Parse a ShareGPT or OpenAI row; `expected` None accepts both. `ANSWER` follows a last user turn.
 
     Raises:
-        RowError: unknown role, empty or non-text content, no assistant turn, or another format.
+        RowError: unknown role, empty or non-text content, neither question nor answer, tools, or another format.
     """
     name = detect_format(row)
     if name == "tokens":
@@ -72,14 +77,17 @@ def parse_conversation(row: Any, expected: Format | None = None) -> Conversation
     if not isinstance(messages, list):
         raise RowError(f"{_KEY_OF[name]}: expected a list of messages, found {_kind(messages)}")
     read: Callable[[Any], Turn] = _sharegpt_turn if name == "sharegpt" else _openai_turn
+    _refuse_tools(row)
     turns = [_located(read, message, number) for number, message in enumerate(messages, start=1)]
+    if turns and turns[-1].role == "user":
+        turns.append(ANSWER)
     if not any(turn.role == "assistant" for turn in turns):
-        raise RowError("no assistant turn")
-    return Conversation.of(turns, read_columns(row))
+        raise RowError("no user turn to answer, and no assistant turn")
+    return Conversation.of([*_system_of(row, turns), *turns], read_columns(row))
 
 
 def parse_tokens(row: Any, vocab_size: int | None = None) -> TokenRow:
-    """Parse a pre-tokenized row: `input_ids` and `loss_mask` (0 or 1) of equal length.
+    """Parse a pre-tokenized row: `input_ids` and `loss_mask` (0 or 1) of equal length, without what `attention_mask` pads.
 
     Raises:
         RowError: wrong types, lengths, ids outside the vocabulary, nothing supervised, or another format.
@@ -90,10 +98,41 @@ def parse_tokens(row: Any, vocab_size: int | None = None) -> TokenRow:
     mask = _integers(row.get("loss_mask"), "loss_mask", 1)
     if len(ids) != len(mask):
         raise RowError(f"loss_mask has {len(mask)} entries, input_ids {len(ids)}")
+    if row.get("attention_mask") is not None:
+        real = _find_unpadded(_integers(row["attention_mask"], "attention_mask", 1), len(ids))
+        ids, mask = ids[real], mask[real]
     if not any(mask):
         raise RowError("no supervised token: loss_mask is 0 everywhere")
     sample_id = digest([ids, mask])
     return TokenRow(sample_id, np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), read_columns(row))
+
+
+def _refuse_tools(found: Mapping[str, Any]) -> None:
+    for key in TOOL_KEYS:
+        if found.get(key):
+            raise RowError(f"{key}: conversations with tools are not supported yet: leave these rows out")
+
+
+def _system_of(row: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
+    """Return the system turn that a key of the row holds, as LLaMA-Factory writes it."""
+    words = row.get("system")
+    if words is None or (isinstance(words, str) and not words.strip()):
+        return []
+    if turns[0].role == "system":
+        raise RowError("system: the row has a system turn too")
+    return [Turn("system", _text(words, "system"))]
+
+
+def _find_unpadded(attention: list[int], length: int) -> slice:
+    """Return the part of a row that is not padding. Raises RowError for other masks than of one part."""
+    if len(attention) != length:
+        raise RowError(f"attention_mask has {len(attention)} entries, input_ids {length}")
+    if 1 not in attention:
+        raise RowError("attention_mask is 0 everywhere")
+    start, end = attention.index(1), length - attention[::-1].index(1)
+    if 0 in attention[start:end]:
+        raise RowError("attention_mask: expected 0 for padding at the ends only, found 0 between tokens")
+    return slice(start, end)
 
 
 def _located(read: Callable[[Any], Turn], message: Any, number: int) -> Turn:
@@ -113,8 +152,7 @@ def _sharegpt_turn(message: Any) -> Turn:
 
 def _openai_turn(message: Any) -> Turn:
     role = _role(message, "role", OPENAI_ROLES)
-    if message.get("tool_calls"):
-        raise RowError("tool_calls are not supported: write the call as text content")
+    _refuse_tools(message)
     return Turn(role, _text(_joined_parts(message.get("content")), "content"))
 
 
@@ -125,7 +163,10 @@ def _role(message: Any, key: str, known: Mapping[str, str]) -> str:
     if not isinstance(value, str):
         raise RowError(f"{key}: expected a role, found {_kind(value)}")
     if value not in known:
-        raise RowError(f"unknown role {value[:40]!r}: expected one of {', '.join(known)}")
+        expected = ", ".join(name for name in known if known[name] != "tool")
+        raise RowError(f"unknown role {value[:40]!r}: expected one of {expected}")
+    if known[value] == "tool":
+        raise RowError(f"role {value}: conversations with tools are not supported yet: leave these rows out")
     return known[value]
 
 
@@ -180,7 +221,7 @@ def read_columns(row: Mapping[str, Any]) -> dict[str, Scalar]:
     return {
         str(key): value
         for key, value in row.items()
-        if key not in FORMAT_KEYS and _encodable(str(key)) and _kept(value)
+        if key not in FORMAT_KEYS and key != "system" and _encodable(str(key)) and _kept(value)
     }
 
 

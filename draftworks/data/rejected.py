@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,18 @@ def read_rejected(path: Path) -> list[RejectedSample]:
     return [RejectedSample(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
+def describe_commonest(reasons: Counter[str]) -> str:
+    """Return the commonest kind of reason and how often it is; two that differ in numbers only are of one kind."""
+    kinds: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for reason, count in reasons.items():
+        kind = re.sub(r"\d+", "#", reason)
+        kinds[kind] += count
+        examples.setdefault(kind, reason)
+    ((kind, count),) = kinds.most_common(1)
+    return f"Most often ({count:,} times): {examples[kind]}"
+
+
 def check_rejected(rejected: Sequence[RejectedSample], total: int, limit: float, file: Path | None = None) -> None:
     """Raise DataError if more than the share `limit` of all conversations is rejected, or all; `file` lists them."""
     if not total:
@@ -54,5 +67,6 @@ def check_rejected(rejected: Sequence[RejectedSample], total: int, limit: float,
         where = "" if file is None else f"\nAll of them are in {file}: repair them, or raise max_rejected_share"
         raise DataError(
             f"{len(rejected):,} of {total:,} conversations give no sample ({len(rejected) / total:.1%}),"
-            f" max_rejected_share allows {limit:.1%}. The first:\n{shown}{where}"
+            f" max_rejected_share allows {limit:.1%}. {describe_commonest(Counter(each.reason for each in rejected))}."
+            f" The first:\n{shown}{where}"
         )

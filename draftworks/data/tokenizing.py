@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ CHUNK = 256
 """Conversations sent to a process at a time."""
 PER_PROCESS = 2000
 """Conversations per process: starting one takes seconds, to import the tokenizer."""
+
+NO_ANSWER = "it has no answer, and responses.mode passthrough trains on the data's own answers: set responses.mode to regenerate"
 
 Progress = Callable[[str], None]
 """Called with one line after each chunk."""
@@ -163,11 +165,16 @@ def _tokenizer(target: TargetFiles, thinking: bool | None) -> ChatTokenizer:
 
 def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[CutRow | RejectedSample]:
     chat = _tokenizer(work.target, work.thinking)  # pyright: ignore[reportArgumentType] - frozen models have a hash
-    encode = partial(_encode, chat, work.only_last_turn)
+    encode = partial(encode_answers, chat, only_last_turn=work.only_last_turn)
     return [_cut_or_reject(each.id, partial(encode, each), work.max_length) for each in conversations]
 
 
-def _encode(chat: ChatTokenizer, only_last_turn: bool, conversation: Conversation) -> TokenRow:
+def encode_answers(chat: ChatTokenizer, conversation: Conversation, only_last_turn: bool) -> TokenRow:
+    """Return the sample of a conversation with its own answers. Raises DataError as `ChatTokenizer.encode`, or without any."""
+    if conversation.awaits_answer:
+        conversation = replace(conversation, turns=conversation.turns[:-1])
+        if not any(turn.role == "assistant" for turn in conversation.turns):
+            raise DataError(NO_ANSWER)
     encoded = chat.choose(conversation).encode(conversation, only_last_turn)
     return TokenRow(conversation.id, encoded.input_ids, encoded.loss_mask, conversation.columns)
 

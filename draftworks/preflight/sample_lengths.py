@@ -44,8 +44,8 @@ def count_least_tokens(row: RowTokens, asked: bool, max_length: int) -> int:
 
 def _explain_loss(row: RowTokens, asked: bool, max_length: int) -> str | None:
     """Return why a run gets no sample of a row; None if it gets one."""
-    if row.problem is not None:
-        return row.problem
+    if row.problem is not None or (row.answer_problem is not None and not asked):
+        return row.problem or row.answer_problem
     if asked and row.prompt >= max_length:
         return (
             f"its prompt has {row.prompt:,} tokens, which leaves no room for an answer within max_length {max_length}"
@@ -61,7 +61,7 @@ def _check_rejected(where: str, use: DataUse, target: TargetSpec, findings: Find
     usable = [row for row in use.rows if losses[row.id] is None]
     reasons = [reason for reason in losses.values() if reason is not None]
     total, limit = len(use.rows), target.data.max_rejected_share
-    if not usable and all(row.problem is not None for row in use.rows):
+    if not usable and all(row.problem or (row.answer_problem and not use.asked) for row in use.rows):
         findings.error(f"{where}: none of {use.what} can be tokenized: {reasons[0]}")
     elif not usable and use.asked:
         findings.error(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from draftworks.capture.answers.dialogue import require_questions
 from draftworks.config.registry_files import TargetSpec
@@ -12,6 +12,7 @@ from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, select
 from draftworks.data.prepare import split_parts
 from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenizing import encode_answers
 from draftworks.errors import DataError
 from draftworks.preflight.sample_rows import Sample
 from draftworks.targets.registry import Registry
@@ -23,7 +24,8 @@ class RowTokens:
 
     Attributes:
         prompt_key: of what the row is held out by.
-        problem: why it cannot be tokenized; the counts are 0 then.
+        problem: why it cannot be asked, or is no token row; the counts are 0 then.
+        answer_problem: why its own answers cannot be learnt; None where the target answers instead.
         prompt: tokens before the first answer; 0 for a row that is tokenized already.
         length: tokens of the row with its own answers, before any cut.
         supervised: tokens to learn within `max_length`, of its own answers.
@@ -33,6 +35,7 @@ class RowTokens:
     id: str
     prompt_key: str
     problem: str | None = None
+    answer_problem: str | None = None
     prompt: int = 0
     length: int = 0
     supervised: int = 0
@@ -87,18 +90,17 @@ def tokenize_sample(sample: Sample, chat: ChatTokenizer | None, target: TargetSp
 def _count_conversation(
     conversation: Conversation, chat: ChatTokenizer, target: TargetSpec, counts: Counter[int]
 ) -> RowTokens:
-    ids, mask = chat.encode(conversation, target.data.only_last_turn)
     questions = require_questions(conversation.turns)
-    row = RowTokens(
-        conversation.id,
-        conversation.prompt_key,
-        prompt=len(chat.encode_prompt(questions[0])),
-        length=len(ids),
-        supervised=int(mask[: target.max_length].sum()),
-        answers=len(questions),
-    )
-    counts.update(ids.tolist())
-    return row
+    chat.require_words(questions[0])
+    prompt = chat.encode_prompt(questions[0])
+    row = RowTokens(conversation.id, conversation.prompt_key, prompt=len(prompt), answers=len(questions))
+    try:
+        own = encode_answers(chat, conversation, target.data.only_last_turn)
+    except DataError as error:
+        counts.update(prompt)
+        return row if target.responses.mode == "regenerate" else replace(row, answer_problem=str(error))
+    counts.update(own.input_ids.tolist())
+    return replace(row, length=len(own), supervised=int(own.loss_mask[: target.max_length].sum()))
 
 
 def list_uses(

@@ -18,7 +18,7 @@ from draftworks.errors import DataError
 contents = st.text(min_size=1, max_size=12).filter(str.strip)
 pairs = st.lists(st.tuples(contents, contents), min_size=1, max_size=3)
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-BAD = {"messages": [{"role": "user", "content": "a"}]}
+BAD = {"messages": [{"role": "system", "content": "a"}]}
 
 
 def dataset(*files: str, form: str = "auto") -> DatasetSpec:
@@ -74,7 +74,7 @@ def test_rejected_rows_are_in_quarantine_with_file_line_and_reason_and_the_other
     assert loaded.report.counts() == {"files": 1, "rows": 4, "rejected": 2, "duplicates": 1}
     quarantined = [json.loads(line) for line in loaded.report.quarantine.read_text().splitlines()]
     assert [(each["file"], each["line"]) for each in quarantined] == [(str(path), 2), (str(path), 3)]
-    assert quarantined[0]["reason"] == "no assistant turn"
+    assert quarantined[0]["reason"] == "no user turn to answer, and no assistant turn"
     assert quarantined[1]["reason"].startswith("invalid JSON")
     assert quarantined[1]["excerpt"] == "nonsense"
 
@@ -85,8 +85,10 @@ def test_too_many_rejected_rows_are_an_error_that_names_them_and_leaves_the_quar
         load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 0.2)
     message = str(caught.value)
     quarantine = tmp_path / "out" / "quarantine.jsonl"
-    assert "1 of 3 rows rejected (33.3%), max_rejected_share allows 20.0%" in message
-    assert f"{tmp_path / 'a.jsonl'}:3: no assistant turn" in message
+    assert (
+        "1 of 3 rows rejected (33.3%), max_rejected_share allows 20.0%. Most often (1 times): no user turn" in message
+    )
+    assert f"{tmp_path / 'a.jsonl'}:3: no user turn to answer" in message
     assert str(quarantine) in message
     assert json.loads(quarantine.read_text())["line"] == 3
     assert list(quarantine.parent.iterdir()) == [quarantine]
@@ -94,7 +96,7 @@ def test_too_many_rejected_rows_are_an_error_that_names_them_and_leaves_the_quar
 
 def test_a_data_set_with_only_rejected_rows_is_an_error_whatever_the_limit(tmp_path):
     write_rows(tmp_path / "a.jsonl", [BAD])
-    with pytest.raises(DataError, match=r"every one of its 1 rows was rejected(.|\n)*no assistant turn"):
+    with pytest.raises(DataError, match=r"every one of its 1 rows was rejected(.|\n)*no user turn to answer"):
         load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 1.0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.conversations import ROLES, Turn
+from draftworks.data.conversations import ANSWER, ROLES, Turn
 from draftworks.data.formats import OPENAI_ROLES, SHAREGPT_ROLES, RowError, parse_conversation, parse_tokens
 
 contents = st.text(min_size=1, max_size=20).filter(str.strip)
@@ -19,6 +19,7 @@ json_values = st.recursive(
     max_leaves=8,
 )
 keys = st.sampled_from(["conversations", "messages", "input_ids", "loss_mask", "from", "value", "role", "content", "x"])
+SPOKEN = sorted(name for name, role in SHAREGPT_ROLES.items() if role != "tool")
 hostile = st.recursive(
     json_values,
     lambda inner: st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3),
@@ -26,7 +27,7 @@ hostile = st.recursive(
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from(sorted(SHAREGPT_ROLES)), contents), max_size=5), contents)
+@given(st.lists(st.tuples(st.sampled_from(SPOKEN), contents), max_size=5), contents)
 def test_sharegpt_and_openai_rows_of_one_conversation_have_one_id(turns, answer):
     turns = [*turns, ("gpt", answer)]
     sharegpt = parse_conversation({"conversations": [{"from": role, "value": text} for role, text in turns]})
@@ -60,8 +61,8 @@ def said(*turns: tuple[object, object]) -> dict[str, object]:
         ({"messages": [], "input_ids": [1]}, "keys of several formats in one row: messages, input_ids"),
         ({"input_ids": [1], "loss_mask": [1]}, "a pre-tokenized row in a data set of conversations"),
         ({"messages": "hello"}, "messages: expected a list of messages, found str 'hello'"),
-        ({"messages": []}, "no assistant turn"),
-        (said(("user", "a")), "no assistant turn"),
+        ({"messages": []}, "no user turn to answer, and no assistant turn"),
+        (said(("system", "a")), "no user turn to answer, and no assistant turn"),
         (said(("user", "a"), ("robot", "b")), "turn 2: unknown role 'robot': expected one of user, assistant"),
         (said((7, "a")), "turn 1: role: expected a role, found int 7"),
         ({"messages": ["a"]}, "turn 1: expected an object, found str 'a'"),
@@ -70,7 +71,21 @@ def said(*turns: tuple[object, object]) -> dict[str, object]:
         (said(("user", {"a": 1}), ("assistant", "b")), "turn 1: content: expected text, found dict"),
         (said(("user", "\ud800"), ("assistant", "b")), "turn 1: content: not Unicode text"),
         (said(("user", [{"type": "image_url"}])), "turn 1: content: expected parts of type text, found 'image_url'"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool_calls are not supported"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "turn 1: tool_calls: conversations with",
+        ),
+        (
+            {**said(("user", "a")), "tools": [{"type": "function"}]},
+            "tools: conversations with tools are not supported yet",
+        ),
+        (said(("user", "a"), ("function", "b")), "turn 2: role function: conversations with tools"),
+        (
+            {"conversations": [{"from": "observation", "value": "b"}]},
+            "turn 1: role observation: conversations with tools",
+        ),
+        ({**said(("system", "a"), ("user", "b")), "system": "c"}, "system: the row has a system turn too"),
+        ({**said(("user", "b")), "system": 3}, "system: expected text, found int 3"),
         ({"conversations": [{"from": "gpt"}]}, "turn 1: value: expected text, found nothing"),
     ],
 )
@@ -78,6 +93,27 @@ def test_a_bad_conversation_is_rejected_with_its_reason(row, reason):
     with pytest.raises(RowError) as caught:
         parse_conversation(row)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("turns", [[("user", "a")], [("user", "a"), ("assistant", "b"), ("user", "c")]])
+def test_a_last_question_is_for_the_target_to_answer(turns):
+    found = parse_conversation(said(*turns))
+    assert found.turns == (*(Turn(role, text) for role, text in turns), ANSWER)
+    assert found.awaits_answer
+    assert not parse_conversation(said(("user", "a"), ("assistant", "b"))).awaits_answer
+
+
+@pytest.mark.parametrize("words", ["You are brief.", "You are a calculator. " * 50])
+def test_a_rows_system_prompt_is_its_first_turn(words):
+    found = parse_conversation({**said(("user", "a"), ("assistant", "b")), "system": words})
+    assert found.turns[0] == Turn("system", words)
+    assert found.columns == {}
+    assert parse_conversation({**said(("user", "a")), "system": " "}).turns[0].role == "user"
+
+
+def test_no_tools_are_no_reason_to_refuse_a_row():
+    row = said(("user", "a"), ("assistant", "b"))
+    assert parse_conversation({**row, "tools": [], "functions": None}).id == parse_conversation(row).id
 
 
 def test_a_row_of_another_format_than_configured_is_rejected():
@@ -127,6 +163,29 @@ def test_a_bad_pretokenized_row_is_rejected_with_its_reason(ids, mask, reason):
     with pytest.raises(RowError) as caught:
         parse_tokens({"input_ids": ids, "loss_mask": mask}, vocab_size=10)
     assert reason in str(caught.value)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 3))
+def test_padding_of_pretokenized_rows_is_no_token(ids, before, after):
+    """Left padding would be read as words, and would be the prompt by which rows are held out."""
+    row = {"input_ids": ids, "loss_mask": [1] * len(ids)}
+    pads = {name: [0] * before + row[name] + [0] * after for name in row}
+    attention = [0] * before + [1] * len(ids) + [0] * after
+    assert parse_tokens({**pads, "attention_mask": attention}, 10).id == parse_tokens(row, 10).id
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        ([1], "1 entries, input_ids 3"),
+        ([0, 0, 0], "0 everywhere"),
+        ([1, 0, 1], "0 between tokens"),
+        ([1, 2, 1], "0 to 1"),
+    ],
+)
+def test_an_attention_mask_that_is_no_padding_is_refused(attention, reason):
+    with pytest.raises(RowError, match=reason):
+        parse_tokens({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "attention_mask": attention}, 10)
 
 
 def test_a_conversation_among_pretokenized_rows_is_rejected():

@@ -13,7 +13,7 @@ import pytest
 from processes import wait_until_ended
 
 from draftworks.config.registry_files import DataSpec
-from draftworks.data.conversations import Conversation, Turn
+from draftworks.data.conversations import ANSWER, Conversation, Turn
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.tokenizing import cut_rows, tokenize
@@ -42,6 +42,17 @@ def test_result_does_not_depend_on_the_number_of_processes_nor_on_the_calling_th
     assert [row.sample_id for row in together[0].rows] == [row.sample_id for row in alone.rows]
     assert together[0].counts() == alone.counts()
     assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_own_answers_are_learnt_without_the_question_that_none_follows(tiny_target):
+    turns = [Turn("user", "a"), Turn("assistant", "It is b.")]
+    open_end = Conversation.of([*turns, Turn("user", "and c?"), ANSWER])
+    (row,) = tokenize([open_end], tiny_target, data(), 512).rows
+    (plain,) = tokenize([Conversation.of(turns)], tiny_target, data(), 512).rows
+    assert row.supervised == plain.supervised
+    assert row.input_ids[: len(plain)].tolist() == plain.input_ids.tolist()
+    with pytest.raises(DataError, match="it has no answer, and responses.mode passthrough"):
+        tokenize([Conversation.of([turns[0], ANSWER])], tiny_target, data(), 512)
 
 
 def test_cut_samples_and_tokens_are_counted_and_reported(tiny_target, tmp_path):

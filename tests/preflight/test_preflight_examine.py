@@ -144,7 +144,7 @@ def test_data_files_that_cannot_be_read_are_errors(fleet, files, message):
     ("rows", "message"),
     [
         ([], "no row of"),
-        ([{"messages": [{"role": "user", "content": "hi"}]}] * 3, "none of its first 3 rows can be used"),
+        ([{"messages": [{"role": "system", "content": "hi"}]}] * 3, "none of its first 3 rows can be used"),
         (
             [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}] * 3,
             "tokenized already, so its answers cannot be regenerated",

@@ -75,7 +75,7 @@ def test_a_tokenizer_without_a_chat_template(site, tiny_folder, tmp_path):
     ("content", "message"),
     [
         ("", "no row of"),
-        ('{"messages": [{"role": "user", "content": "hi"}]}\n' * 3, "no assistant turn"),
+        ('{"messages": [{"role": "system", "content": "hi"}]}\n' * 3, "no assistant turn"),
         ("not json\n", "chats.jsonl"),
     ],
 )

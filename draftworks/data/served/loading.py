@@ -19,7 +19,7 @@ from typing import Any
 
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.served import ServedSpec
-from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Turn, digest_turns
+from draftworks.data.conversations import ANSWER, QUARANTINE_FILE, Conversation, Turn, digest_turns
 from draftworks.data.raw_rows import Rejection
 from draftworks.data.served.hook_identity import digest_hook
 from draftworks.data.served.redaction import HookRow, redact_rows
@@ -35,8 +35,6 @@ from draftworks.storage.regular_files import open_regular, parse_json
 SHOWN_REJECTIONS = 3
 MAX_BATCH_BYTES = 32 << 20
 MAX_LISTED_FILES = 100
-ANSWER = Turn("assistant", "")
-"""Stands where the target is to answer."""
 KEPT, REJECTED, SECRET, HOOK, OTHER_EVENT = "kept", "rejected", "secret", "dropped_by_redaction", "other_event"
 _LOG_PREFIX = re.compile(rb"\s*\[\d[^\]]{0,60}\]\s+(?=\{)")
 """What Python's logging, as SGLang sets it up, writes before a line: `[2026-01-31 12:00:00] `."""

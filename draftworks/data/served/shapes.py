@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from draftworks.data.conversations import Turn
-from draftworks.data.formats import OPENAI_ROLES
+from draftworks.data.formats import OPENAI_ROLES, TOOL_KEYS
 
 MAX_SOURCE_LENGTH = 64
 SGLANG_REQUEST = "request.received.openai"
@@ -69,6 +69,8 @@ def parse_served(row: Any, source_field: str | None = None) -> ServedPrompt | No
         body = _find_body(row)
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise ShapeError("no request with a list of messages")
+    if any(body.get(key) for key in TOOL_KEYS):
+        raise ShapeError("conversations with tools are not supported yet")
     turns = tuple(_parse_message(message) for message in body["messages"])
     if not any(turn.role == "user" for turn in turns):
         raise ShapeError("no user message")
@@ -106,8 +108,8 @@ def _parse_message(message: Any) -> Turn:
     role = message.get("role")
     if not isinstance(role, str) or role not in OPENAI_ROLES:
         raise ShapeError("a message has an unknown role")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise ShapeError("tool calls are not supported")
+    if OPENAI_ROLES[role] == "tool" or any(message.get(key) for key in TOOL_KEYS):
+        raise ShapeError("conversations with tools are not supported yet")
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
