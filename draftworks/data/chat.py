@@ -11,20 +11,18 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.slice_columns import read_asked_thinking
 from draftworks.data.spans import EndOfTurn, Rendered, Span, build_label_mask, locate, make_sentinel, narrow_to_words
+from draftworks.data.tokenizer_files import find_eos_ids, first_line, load_template, load_tokenizer
 from draftworks.distributed.time_limit import CpuTimeExceeded, limit_cpu_time
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import read_bytes, read_json
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 FIXED_DATE = datetime(2024, 7, 26)
@@ -34,7 +32,6 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Template variables that switch thinking on or off: the first of Qwen 3 and GLM, the second of DeepSeek."""
 RENDER_LIMIT_S = 20.0
 """Processor seconds for rendering one conversation. Templates are programs; they normally take milliseconds."""
-_MOST_TEMPLATE_BYTES = 4 << 20
 _MOST_TEXT = 64 << 20
 _QUESTION = (Turn("user", "?"),)
 
@@ -78,9 +75,9 @@ class ChatTokenizer:
             DataError: files missing or unreadable, no fast tokenizer, or no chat template.
             ConfigError: `thinking` is set, and the template has no such switch.
         """
-        tokenizer = _load_tokenizer(target)
-        template = _load_template(target, tokenizer)
-        chat = cls(tokenizer, template, target.vocab_size, _eos_ids(target, tokenizer), target.tokenizer)
+        tokenizer = load_tokenizer(target)
+        template = load_template(target, tokenizer)
+        chat = cls(tokenizer, template, target.vocab_size, find_eos_ids(target, tokenizer), target.tokenizer)
         return chat if thinking is None else chat.switch_thinking(thinking)
 
     def switch_thinking(self, thinking: bool) -> ChatTokenizer:
@@ -292,7 +289,7 @@ class ChatTokenizer:
                 " it probably loops. Use another template (chat_template of the target)"
             ) from None
         except Exception as error:  # a template is a third-party program: whatever it raises, the remedy is the same
-            raise DataError(f"{self.name}: the chat template refuses the conversation: {_first_line(error)}") from error
+            raise DataError(f"{self.name}: the chat template refuses the conversation: {first_line(error)}") from error
         if len(texts[0]) > _MOST_TEXT:
             raise ConfigError(
                 f"{self.name}: the chat template prints {len(texts[0]):,} characters for one conversation"
@@ -327,85 +324,3 @@ def _define_date(date: datetime) -> str:
 
 def _with_sentinels(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
     return [Turn(turn.role, make_sentinel(n)) if n in numbers else turn for n, turn in enumerate(turns)]
-
-
-def _load_tokenizer(target: TargetFiles) -> Any:
-    from transformers import AutoTokenizer
-
-    revision = target.tokenizer_revision
-    if revision is None and target.tokenizer == target.model:
-        revision = target.revision
-    if revision is None and not Path(target.tokenizer).is_dir():
-        raise DataError(f"target {target.name}: the tokenizer's folder {target.tokenizer} does not exist")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            target.tokenizer,
-            config=_read_model_type(Path(target.tokenizer)),
-            revision=revision,
-            use_fast=True,
-            trust_remote_code=False,
-        )
-    except Exception as error:  # whatever a broken or foreign tokenizer file raises, the remedy is the same
-        raise DataError(
-            f"target {target.name}: no tokenizer can be loaded from {target.tokenizer}: {_first_line(error)}."
-            " Expected tokenizer.json and tokenizer_config.json"
-        ) from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise DataError(
-            f"target {target.name}: {target.tokenizer} has only a slow tokenizer ({type(tokenizer).__name__});"
-            " loss masks need the character offsets of a fast one: convert it to tokenizer.json"
-        )
-    return tokenizer
-
-
-def _read_model_type(folder: Path) -> Any:
-    """Return a configuration for `AutoTokenizer` that has the model's type alone; None if it has to read the model's.
-
-    Where tokenizer_config.json names a class, it asks the configuration for no more. The model's own class would come
-    with torch's compiler, sympy and DTensor: more than a second.
-    """
-    plain = read_plain_config(folder / "config.json")
-    try:
-        named = read_json(folder / "tokenizer_config.json")
-    except (OSError, ValueError):
-        return None
-    if plain is None or not isinstance(named, dict) or "auto_map" in named or not named.get("tokenizer_class"):
-        return None
-    from transformers import PreTrainedConfig
-
-    return PreTrainedConfig.from_dict({"model_type": plain.model_type, "_name_or_path": str(folder)})
-
-
-def _load_template(target: TargetFiles, tokenizer: Any) -> str:
-    if target.chat_template is not None:
-        try:
-            return read_bytes(Path(target.chat_template), _MOST_TEMPLATE_BYTES).decode("utf-8")
-        except (OSError, ValueError) as error:
-            raise DataError(f"target {target.name}: chat template {target.chat_template}: {error}") from error
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise DataError(
-            f"target {target.name}: the tokenizer in {target.tokenizer} has no chat template:"
-            " set `chat_template` of the target to a Jinja file"
-        ) from error
-
-
-def _eos_ids(target: TargetFiles, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that stop generation, ascending: the generation config's and the tokenizer's own."""
-    found = {tokenizer.eos_token_id} - {None}
-    path = Path(target.model) / "generation_config.json"
-    if path.is_file():
-        try:
-            configured = read_json(path).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"{path}: not a JSON object: {error}") from error
-        found |= set(configured if isinstance(configured, list) else [configured]) - {None}
-    return tuple(sorted(found))
-
-
-def _first_line(error: Exception) -> str:
-    if "trust_remote_code" in str(error):
-        return "it needs code of its own, which is never run"
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,98 @@
+"""A target's tokenizer and chat template, from its files; nothing of a model is loaded, and no code of others is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftworks.config.plain_config import read_plain_config
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import DataError
+from draftworks.storage.regular_files import read_bytes, read_json
+
+_MOST_TEMPLATE_BYTES = 4 << 20
+
+
+def load_tokenizer(target: TargetFiles) -> Any:
+    """Return the fast tokenizer of a target. Raises DataError: files missing or unreadable, or only a slow one."""
+    from transformers import AutoTokenizer
+
+    revision = target.tokenizer_revision
+    if revision is None and target.tokenizer == target.model:
+        revision = target.revision
+    if revision is None and not Path(target.tokenizer).is_dir():
+        raise DataError(f"target {target.name}: the tokenizer's folder {target.tokenizer} does not exist")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.tokenizer,
+            config=_read_model_type(Path(target.tokenizer)),
+            revision=revision,
+            use_fast=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:  # whatever a broken or foreign tokenizer file raises, the remedy is the same
+        raise DataError(
+            f"target {target.name}: no tokenizer can be loaded from {target.tokenizer}: {first_line(error)}."
+            " Expected tokenizer.json and tokenizer_config.json"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            f"target {target.name}: {target.tokenizer} has only a slow tokenizer ({type(tokenizer).__name__});"
+            " loss masks need the character offsets of a fast one: convert it to tokenizer.json"
+        )
+    return tokenizer
+
+
+def _read_model_type(folder: Path) -> Any:
+    """Return a configuration for `AutoTokenizer` that has the model's type alone; None if it has to read the model's.
+
+    Where tokenizer_config.json names a class, it asks the configuration for no more. The model's own class would come
+    with torch's compiler, sympy and DTensor: more than a second.
+    """
+    plain = read_plain_config(folder / "config.json")
+    try:
+        named = read_json(folder / "tokenizer_config.json")
+    except (OSError, ValueError):
+        return None
+    if plain is None or not isinstance(named, dict) or "auto_map" in named or not named.get("tokenizer_class"):
+        return None
+    from transformers import PreTrainedConfig
+
+    return PreTrainedConfig.from_dict({"model_type": plain.model_type, "_name_or_path": str(folder)})
+
+
+def load_template(target: TargetFiles, tokenizer: Any) -> str:
+    """Return the chat template: the entry's own, else the tokenizer's. Raises DataError: unreadable, or there is none."""
+    if target.chat_template is not None:
+        try:
+            return read_bytes(Path(target.chat_template), _MOST_TEMPLATE_BYTES).decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise DataError(f"target {target.name}: chat template {target.chat_template}: {error}") from error
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise DataError(
+            f"target {target.name}: the tokenizer in {target.tokenizer} has no chat template:"
+            " set `chat_template` of the target to a Jinja file"
+        ) from error
+
+
+def find_eos_ids(target: TargetFiles, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that stop generation, ascending: the generation config's and the tokenizer's own."""
+    found = {tokenizer.eos_token_id} - {None}
+    path = Path(target.model) / "generation_config.json"
+    if path.is_file():
+        try:
+            configured = read_json(path).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: not a JSON object: {error}") from error
+        found |= set(configured if isinstance(configured, list) else [configured]) - {None}
+    return tuple(sorted(found))
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what a tokenizer or template said, in a user's words."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, which is never run"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
