@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,5 +168,6 @@ def _discard_unreadable(path: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     for path in folder.iterdir():
-        if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process's staging file, meanwhile renamed
+            if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
+                path.unlink()

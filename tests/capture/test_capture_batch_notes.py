@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,20 @@ def test_notes_of_captures_that_nobody_went_on_with_are_removed(tiny_target, tmp
     os.utime(abandoned, (0, abandoned.stat().st_mtime - 2 * ABANDONED_AFTER_S))
     capture_until_killed(run, watched, ROWS, 4)
     assert abandoned not in list_notes(run)
+
+
+def test_a_note_that_another_process_renames_meanwhile_stops_nobody(tiny_target, tmp_path: Path, watched, monkeypatch):
+    """Two captures that begin at once in a shared store: one looks through the folder while the other writes there."""
+    run = make_run_with_small_shards(tiny_target, tmp_path)
+    folder = run.store.root / FOLDER
+    listed, iterate = [folder / ".other.json.7.own.7.tmp"], Path.iterdir
+
+    def with_a_vanished_file(path: Path) -> Iterator[Path]:
+        return iter([*listed, *iterate(path)]) if path == folder else iterate(path)
+
+    monkeypatch.setattr(Path, "iterdir", with_a_vanished_file)
+    capture_features(run, watched, ROWS[:10])
+    assert len(read_features(run)) == 10
 
 
 def test_a_folder_that_cannot_be_written_is_named(tiny_target, tmp_path: Path, watched):
