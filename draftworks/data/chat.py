@@ -317,9 +317,12 @@ def _define_date(date: datetime) -> str:
     letters = "aAbBcCdDeFgGhHIjklmMpPrRsSTuUVwWxXyYzZ"
     forms = [f"%{flag}{letter}" for letter in letters for flag in ("", "-")]
     values = {form: date.strftime(form) for form in forms}
-    filters = [("%%", "\0"), *values.items(), ("\0", "%")]
-    chain = "".join(f"|replace({form!r}, {value!r})" for form, value in filters)
-    return "{%- macro strftime_now(format) -%}{{- format" + chain + " -}}{%- endmacro -%}"
+    replaced = [("%%", "\0"), *values.items(), ("\0", "%")]
+    return (
+        "{%- macro strftime_now(format) -%}{%- set written = namespace(text=format) -%}"
+        f"{{%- for form, value in {replaced!r} -%}}{{%- set written.text = written.text | replace(form, value) -%}}{{%- endfor -%}}"
+        "{{- written.text -}}{%- endmacro -%}"
+    )
 
 
 def _with_sentinels(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
