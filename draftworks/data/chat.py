@@ -311,7 +311,7 @@ class ChatTokenizer:
         return array
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _define_date(date: datetime) -> str:
     """Return a macro in place of transformers' `strftime_now`, which prints today. A template gets no function of ours."""
     letters = "aAbBcCdDeFgGhHIjklmMpPrRsSTuUVwWxXyYzZ"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime, time, timedelta
 from typing import Any
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
@@ -206,8 +206,8 @@ def _was_read_on_another_day(completion: Completion, dialogue: Dialogue) -> bool
     """Whether the prompt differs by the day alone on which the server rendered it; the dialogue then has that day."""
     if not dialogue.chat.prints_date or completion.prompt_ids is None:
         return False
-    now = datetime.now()
-    days = (now, now - timedelta(days=1), now + timedelta(days=1))  # other time zones, and a midnight in between
+    today = datetime.combine(datetime.now().date(), time())
+    days = (today, today - timedelta(days=1), today + timedelta(days=1))  # other time zones, a midnight in between
     return any(dialogue.read_on_date(completion.prompt_ids, day) for day in days)
 
 
