@@ -11,7 +11,7 @@ from typing import Any, Literal
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
 from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
-from draftworks.data.raw_rows import RawRow, Rejection, read_rows, reject
+from draftworks.data.raw_rows import Rejection, read_rows, reject
 from draftworks.data.rejected import describe_commonest
 from draftworks.data.sources import find_dataset_files
 from draftworks.data.token_rows import TokenRow
@@ -60,15 +60,19 @@ def detect_kind(dataset: DatasetSpec, root: Path) -> Kind:
     """
     if dataset.format != "auto":
         return "tokens" if dataset.format == "tokens" else "conversations"
+    reasons = Counter[str]()
     for path in find_dataset_files(dataset, root):
         for row in read_rows(path):
-            try:
-                if isinstance(row, RawRow):
-                    return "tokens" if detect_format(row.value) == "tokens" else "conversations"
-            except RowError:
+            if isinstance(row, Rejection):
+                reasons[row.reason] += 1
                 continue
+            try:
+                return "tokens" if detect_format(row.value) == "tokens" else "conversations"
+            except RowError as error:
+                reasons[str(error)] += 1
     raise DataError(
-        f"data set {dataset.name}: no row of {dataset.files} below {root} has a key conversations, messages or input_ids"
+        f"data set {dataset.name}: no row of {dataset.files} below {root} has a key conversations, messages or "
+        f"input_ids, and no other of these. {describe_commonest(reasons) if reasons else 'There is no row'}"
     )
 
 

@@ -79,6 +79,24 @@ def test_rejected_rows_are_in_quarantine_with_file_line_and_reason_and_the_other
     assert quarantined[1]["excerpt"] == "nonsense"
 
 
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (
+            [json.dumps({**GOOD, "conversations": []}), "[1]"] * 2,
+            "keys of several formats in one row: conversations, messages",
+        ),
+        (['{"prompt": "a"}'], "expected one of the keys conversations, messages, input_ids, found prompt"),
+        (["nonsense", "nonsense"], r"Most often \(2 times\): invalid JSON"),
+        ([""], "There is no row"),
+    ],
+)
+def test_rows_that_show_no_format_are_an_error_with_the_commonest_reason(tmp_path, lines, reason):
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=f"no row of(.|\n)*{reason}"):
+        detect_kind(dataset("a.jsonl"), tmp_path)
+
+
 def test_too_many_rejected_rows_are_an_error_that_names_them_and_leaves_the_quarantine(tmp_path):
     write_rows(tmp_path / "a.jsonl", [GOOD, GOOD, BAD])
     with pytest.raises(DataError) as caught:
