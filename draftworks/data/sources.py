@@ -15,6 +15,8 @@ from draftworks.data.served.secrets import REVISION
 from draftworks.errors import DataError
 from draftworks.storage.identity import FileDigests, digest
 
+ROWS_REVISION = 2
+"""Increased when the same rows become other conversations: 2 reads prompts without answers, `system` and `attention_mask`."""
 SERVED = "served"
 """The format of data sets of served prompts."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -66,7 +68,7 @@ def digest_dataset(spec: DatasetSpec, root: Path, digests: FileDigests) -> str:
     """
     contents = sorted(digests.of_file(path) for path in find_dataset_files(spec, root))
     if spec.format != SERVED:
-        return digest([spec.format, contents])
+        return digest([spec.format, contents, ROWS_REVISION])
     served = spec.served or ServedSpec()
     redaction = digest_hook(served.redaction, root, digests)
-    return digest([spec.format, contents, spec.name, served.to_identity(), redaction, REVISION])
+    return digest([spec.format, contents, spec.name, served.to_identity(), redaction, REVISION, ROWS_REVISION])

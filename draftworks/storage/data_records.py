@@ -74,6 +74,7 @@ class AnswersIdentity(DataIdentity):
         target: digest of the target's weights; None, as the fields of its engine, where the target does not answer.
         tokenizer: digest of tokenizer and chat template.
         args: SGLang's additional arguments; the JSON has the key only if there are some.
+        revision: of how turns are asked and what of them is a label.
     """
 
     conversations: str | None
@@ -86,6 +87,7 @@ class AnswersIdentity(DataIdentity):
     compute_dtype: str | None = None
     backend: str | None = None
     args: list[str] | None = None
+    revision: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_json().items() if name != "args" or value}

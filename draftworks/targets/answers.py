@@ -9,6 +9,9 @@ from draftworks.config.responses import ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.storage.data_records import AnswersIdentity
 
+ANSWERS_REVISION = 2
+"""Increased when the same conversations give other samples: 2 asks each turn as a server does, with whole answers as labels."""
+
 
 def make_answers_identity(
     spec: TargetSpec, files: TargetFiles, conversations: str, part: str, responses: ResponseSpec
@@ -26,6 +29,7 @@ def make_answers_identity(
         tokenizer=files.tokenizer_digest,
         max_length=spec.max_length,
         only_last_turn=spec.data.only_last_turn,
+        revision=ANSWERS_REVISION,
     )
     if responses.mode == "passthrough":
         return taken
