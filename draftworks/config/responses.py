@@ -73,6 +73,11 @@ class ResponseSpec(Spec):
     max_new_tokens: int = Field(
         default=512, gt=0, description="Largest number of tokens of one answer, its thoughts included."
     )
+    continue_after_cut: bool = Field(
+        default=True,
+        description="Go on with the next question after an answer that max_new_tokens cut, as a server's clients do; false = end "
+        "the conversation there.",
+    )
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this mass; 1 = all."
@@ -106,9 +111,11 @@ class ResponseSpec(Spec):
         """Return the options that determine the answers. Options added later are included only if they are set, so that the
         identities of earlier results stay the same.
         """
-        decided = self.model_dump(exclude={"batch_size", "endpoint", "thinking"})
+        decided = self.model_dump(exclude={"batch_size", "endpoint", "thinking", "continue_after_cut"})
         if self.endpoint is not None:
             decided["endpoint"] = self.endpoint.to_identity()
         if self.thinking is not None:
             decided["thinking"] = self.thinking
+        if not self.continue_after_cut:
+            decided["continue_after_cut"] = False
         return decided

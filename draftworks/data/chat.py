@@ -1,24 +1,19 @@
-"""A target's tokenizer and chat template: conversations to token ids with a loss mask, and prompts for generation.
-
-Every conversation is rendered to text and tokenized in one call. The assistant's tokens follow from the tokens'
-character offsets, never from tokenizing parts of the text again.
-"""
+"""A target's tokenizer and chat template: conversations as text, prompts and answers as token ids."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.slice_columns import read_asked_thinking
-from draftworks.data.spans import EndOfTurn, Rendered, Span, build_label_mask, locate, make_sentinel, narrow_to_words
+from draftworks.data.spans import SENTINEL, EndOfTurn, Rendered, Span, find_end_of_thought, find_marked_turns
 from draftworks.data.tokenizer_files import find_eos_ids, first_line, load_template, load_tokenizer
 from draftworks.distributed.time_limit import CpuTimeExceeded, limit_cpu_time
 from draftworks.errors import ConfigError, DataError
@@ -36,17 +31,11 @@ _MOST_TEXT = 64 << 20
 _QUESTION = (Turn("user", "?"),)
 
 
-class Encoded(NamedTuple):
-    """Token ids int32 (S,) and loss mask bool (S,)."""
-
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-
-
 class ChatTokenizer:
     """A fast tokenizer with a chat template. Create it with `load`.
 
     Attributes:
+        end_of_turn: finds the token that closes an answer.
         template_options: variables passed to the template beside the conversation.
     """
 
@@ -60,7 +49,8 @@ class ChatTokenizer:
         self._date = FIXED_DATE
         added = tokenizer.added_tokens_decoder.values()
         special = [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
-        self._end_of_turn = EndOfTurn(special, {token.content for token in added if token.special and token.rstrip})
+        swallowing = {token.content for token in added if token.special and token.rstrip}
+        self.end_of_turn = EndOfTurn(special, swallowing, set(tokenizer.convert_ids_to_tokens(list(eos_ids))))
         self.template_options: Mapping[str, bool] = {}
         self._switched: dict[bool, ChatTokenizer] = {}
 
@@ -129,69 +119,37 @@ class ChatTokenizer:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         return None if token is None else self._tokenizer.convert_tokens_to_string([token])
 
-    def encode(self, conversation: Conversation, only_last_turn: bool = False) -> Encoded:
-        """Encode a conversation; the mask covers the assistant's words and the token that ends each of its turns.
+    def render(self, turns: Sequence[Turn], add_generation_prompt: bool = False) -> str:
+        """Return the conversation as text. Raises DataError if the template refuses it."""
+        return self._render(turns, add_generation_prompt=add_generation_prompt).text
+
+    def render_after_answer(self, turns: Sequence[Turn]) -> str:
+        """Return what the template prints after the words of the last turn, an assistant's.
 
         Raises:
-            DataError: the template refuses the conversation, its assistant turns cannot be located, or an id is outside
-                the target's vocabulary.
+            DataError: it does not print the turn exactly once.
         """
-        rendered = self._add_generated_blanks(conversation.turns, self.render(conversation.turns))
-        spans = self._last_turn(conversation.turns, rendered.spans) if only_last_turn else rendered.spans
-        encoding = self._tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        input_ids = self._require_ids(encoding["input_ids"])
-        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        return Encoded(input_ids, build_label_mask(offsets, spans))
+        text = self.render([*turns[:-1], replace(turns[-1], content=SENTINEL)])
+        _, found, after = text.partition(SENTINEL)
+        if not found or SENTINEL in after:
+            raise DataError(f"{self.name}: the chat template does not print the last assistant turn exactly once")
+        return after
 
-    def render(self, turns: Sequence[Turn]) -> Rendered:
-        """Return the conversation as text with the assistant's spans, closing tokens included; errors as `encode`."""
-        if self.has_markers:
-            text, marked = self._render(turns, tracked=True)
-            contents = [turn.content for turn in turns if turn.role == "assistant"]
-            spans = narrow_to_words(text, marked, contents)
-            return self._without_next_headers(turns, text, spans, self._end_of_turn.complete)
-        text = self._render(turns).text
-        assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
-        template_text = self._render(_with_sentinels(turns, assistant_turns)).text
-        spans = locate(text, template_text, assistant_turns, [turns[number].content for number in assistant_turns])
-        return self._without_next_headers(turns, text, spans, self._end_of_turn.append)
+    def marks_last(self, turns: Sequence[Turn]) -> bool:
+        """Whether the last turn, an assistant's, is generated: by the template's own markers, if it has any.
 
-    def _without_next_headers(
-        self, turns: Sequence[Turn], text: str, spans: Sequence[Span], close: Callable[[str, Span], Span]
-    ) -> Rendered:
-        """Return the spans, each with the token that closes its turn, unless that token begins the next turn."""
-        closed = [close(text, span) for span in spans]
-        assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
-        if len(spans) == len(assistant_turns):
-            for place, number in enumerate(assistant_turns[:-1]):
-                added = text[spans[place].end : closed[place].end].strip()
-                if added and self._tokenizer.convert_tokens_to_ids(added) not in self.eos_ids:
-                    alone = self._render(turns[: number + 1]).text
-                    if len(alone) < closed[place].end and text.startswith(alone):
-                        closed[place] = spans[place]
-        return Rendered(text, tuple(closed))
-
-    def _add_generated_blanks(self, turns: Sequence[Turn], rendered: Rendered) -> Rendered:
-        """Return the spans with the white space that the template prints between the prompt and the answer's words.
-
-        The target generates it, since the prompt ends before it, often in one token with the first word.
+        Raises:
+            DataError: a marker is around other words than those of an assistant turn.
         """
-        assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
-        spans, text = list(rendered.spans), rendered.text
-        if len(spans) != len(assistant_turns):
-            return rendered
-        for place, (number, span) in enumerate(zip(assistant_turns, spans)):
-            blanks = text[: span.start][len(text[: span.start].rstrip()) :]
-            if not number or not blanks:
-                continue
-            prompt = self._render(turns[:number], add_generation_prompt=True).text
-            if len(prompt) >= span.start - len(blanks) and text[: span.start].startswith(prompt):
-                spans[place] = Span(len(prompt), span.end)
-        return Rendered(text, tuple(spans))
+        if not self.has_markers:
+            return True
+        rendered = self._render(turns, tracked=True)
+        answers = [turn.content[find_end_of_thought(turn.content) :] for turn in turns if turn.role == "assistant"]
+        return len(answers) - 1 in find_marked_turns(rendered.text, rendered.spans, answers)
 
     def require_words(self, turns: Sequence[Turn]) -> None:
         """Raise DataError if the template does not print the words of a turn that is asked; white space does not matter."""
-        printed = "".join(self._render(turns, add_generation_prompt=True).text.split())
+        printed = "".join(self.render(turns, add_generation_prompt=True).split())
         for number, turn in enumerate(turns, start=1):
             if "".join(turn.content.split()) not in printed:
                 raise DataError(
@@ -201,7 +159,17 @@ class ChatTokenizer:
 
     def encode_prompt(self, turns: Sequence[Turn]) -> list[int]:
         """Return the ids of the conversation so far and of the header that opens the assistant's turn."""
-        return self._plain_ids(self._render(turns, add_generation_prompt=True).text)
+        return self.encode_text(self.render(turns, add_generation_prompt=True))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a text. Raises DataError if one is outside the target's vocabulary."""
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if (largest := max(ids, default=0)) >= self.vocab_size:
+            raise DataError(
+                f"{self.name}: the tokenizer gives id {largest}, the target's vocabulary has {self.vocab_size} ids:"
+                " the tokenizer belongs to another model"
+            )
+        return ids
 
     def encode_answer(self, turns: Sequence[Turn], ended: bool) -> list[int]:
         """Return the ids of an answer known by its text, with the token that closes the turn if it `ended`.
@@ -212,10 +180,10 @@ class ChatTokenizer:
         Raises:
             DataError: the template does not print the turn exactly once, or an id is outside the target's vocabulary.
         """
-        before = self._render(turns[:-1], add_generation_prompt=True).text
-        prompt = self._plain_ids(before)
-        whole = self._plain_ids(before + turns[-1].content)
-        words = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._plain_ids(turns[-1].content)
+        before = self.render(turns[:-1], add_generation_prompt=True)
+        prompt = self.encode_text(before)
+        whole = self.encode_text(before + turns[-1].content)
+        words = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self.encode_text(turns[-1].content)
         return [*words, *self.encode_closing(turns)] if ended else words
 
     def encode_closing(self, turns: Sequence[Turn]) -> list[int]:
@@ -224,21 +192,12 @@ class ChatTokenizer:
         Raises:
             DataError: the template does not print the turn exactly once.
         """
-        after = self._render_after_answer(turns)
-        return self._plain_ids(after[: self._end_of_turn.after(after, 0)])
+        after = self.render_after_answer(turns)
+        return self.encode_text(after[: self.end_of_turn.after(after, 0)])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def _render_after_answer(self, turns: Sequence[Turn]) -> str:
-        """Return what the template prints after the last turn's words."""
-        last = len(turns) - 1
-        text = self._render(_with_sentinels(turns, [last])).text
-        _, found, after = text.partition(make_sentinel(last))
-        if not found or make_sentinel(last) in after:
-            raise DataError(f"{self.name}: the chat template does not print the last assistant turn exactly once")
-        return after
 
     def _find_thinking_switch(self) -> str:
         """Return the first known switch that changes a rendered prompt."""
@@ -251,15 +210,6 @@ class ChatTokenizer:
             "prints): leave responses.thinking out"
         )
 
-    def _last_turn(self, turns: Sequence[Turn], spans: Sequence[Span]) -> Sequence[Span]:
-        assistant_turns = sum(turn.role == "assistant" for turn in turns)
-        if len(spans) != assistant_turns:
-            raise DataError(
-                f"the chat template marks {len(spans)} generations in {assistant_turns} assistant turns,"
-                " so the last turn is not known: set only_last_turn to false"
-            )
-        return spans[-1:]
-
     def _render(
         self,
         turns: Sequence[Turn],
@@ -269,7 +219,7 @@ class ChatTokenizer:
     ) -> Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        messages = [turn.to_message() for turn in turns]
         variables: dict[str, Any] = {
             **self._tokenizer.special_tokens_map,
             **(self.template_options if options is None else options),
@@ -296,20 +246,6 @@ class ChatTokenizer:
             )
         return Rendered(texts[0], tuple(Span(int(start), int(end)) for start, end in spans[0]) if tracked else ())
 
-    def _plain_ids(self, text: str) -> list[int]:
-        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        self._require_ids(ids)
-        return ids
-
-    def _require_ids(self, ids: list[int]) -> np.ndarray:
-        array = np.array(ids, dtype=np.int32)
-        if array.size and int(array.max()) >= self.vocab_size:
-            raise DataError(
-                f"{self.name}: the tokenizer gives id {array.max()}, the target's vocabulary has {self.vocab_size} ids:"
-                " the tokenizer belongs to another model"
-            )
-        return array
-
 
 @functools.lru_cache(maxsize=8)
 def _define_date(date: datetime) -> str:
@@ -323,7 +259,3 @@ def _define_date(date: datetime) -> str:
         f"{{%- for form, value in {replaced!r} -%}}{{%- set written.text = written.text | replace(form, value) -%}}{{%- endfor -%}}"
         "{{- written.text -}}{%- endmacro -%}"
     )
-
-
-def _with_sentinels(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
-    return [Turn(turn.role, make_sentinel(n)) if n in numbers else turn for n, turn in enumerate(turns)]

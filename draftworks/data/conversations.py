@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,8 @@ from draftworks.storage.manifest import FileManifest
 from draftworks.storage.regular_files import read_json
 
 ROLES = ("system", "user", "assistant", "tool")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages that hold thoughts: of DeepSeek, Qwen and vLLM; of OpenRouter and later vLLM; of gpt-oss's template."""
 CONVERSATIONS_FILE = "conversations.parquet"
 QUARANTINE_FILE = "quarantine.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -39,16 +41,31 @@ class Identified(Protocol):
 
 Item = TypeVar("Item", bound=Identified)
 
-_TURN = pa.struct([("role", pa.string()), ("content", pa.string())])
+_TURN = pa.struct(
+    [("role", pa.string()), ("content", pa.string()), ("reasoning", pa.string()), ("trained", pa.bool_())]
+)
 _SCHEMA = pa.schema([("id", pa.string()), ("turns", pa.list_(_TURN)), ("columns", pa.string())])
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message. `role` is one of ROLES."""
+    """One message.
+
+    Attributes:
+        role: one of ROLES.
+        reasoning: thoughts of an assistant turn that its data keeps apart from its content.
+        trained: whether an assistant turn is learnt; otherwise it is only read.
+    """
 
     role: str
     content: str
+    reasoning: str = ""
+    trained: bool = True
+
+    def to_message(self) -> dict[str, str]:
+        """Return the message for a chat template, with the thoughts under each of the names that templates look for."""
+        thoughts = dict.fromkeys(REASONING_KEYS, self.reasoning) if self.reasoning else {}
+        return {"role": self.role, "content": self.content, **thoughts}
 
 
 ANSWER = Turn("assistant", "")
@@ -81,8 +98,15 @@ class Conversation:
 
 
 def digest_turns(turns: Iterable[Turn]) -> str:
-    """Return the content digest of turns: role and content of each, in order."""
-    return digest([[turn.role, turn.content] for turn in turns])
+    """Return the content digest of turns: role and content of each, in order, and what else a turn says."""
+    return digest([_as_digested(turn) for turn in turns])
+
+
+def _as_digested(turn: Turn) -> list[Any]:
+    """Return what tells a turn from others; one that says nothing else stays as it was before there was more to say."""
+    more = {"reasoning": turn.reasoning} if turn.reasoning else {}
+    more |= {} if turn.trained else {"trained": False}
+    return [turn.role, turn.content, *([more] if more else [])]
 
 
 def key_prompt(turns: Sequence[Turn]) -> str:
@@ -173,7 +197,7 @@ def _stream(path: Path) -> Iterator[Conversation]:
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
             for row in batch.to_pylist():
-                turns = tuple(Turn(turn["role"], turn["content"]) for turn in row["turns"])
+                turns = tuple(Turn(**turn) for turn in row["turns"])
                 yield Conversation(row["id"], turns, json.loads(row["columns"]))
 
 
@@ -184,7 +208,7 @@ def _groups(conversations: Iterable[Conversation]) -> Iterator[list[Conversation
 
 
 def _as_row(conversation: Conversation) -> dict[str, Any]:
-    turns = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
+    turns = [asdict(turn) for turn in conversation.turns]
     return {"id": conversation.id, "turns": turns, "columns": canonical_json(dict(conversation.columns))}
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
-from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
+from draftworks.data.formats import RowError, detect_format, find_unread_keys, parse_conversation, parse_tokens
 from draftworks.data.raw_rows import Rejection, read_rows, reject
 from draftworks.data.rejected import describe_commonest
 from draftworks.data.sources import find_dataset_files
@@ -24,16 +24,23 @@ Kind = Literal["conversations", "tokens"]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Counts of a data set's rows. `quarantine` is the file of the rejected ones, one JSON object per line."""
+    """Counts of a data set's rows.
+
+    Attributes:
+        quarantine: file of the rejected ones, one JSON object per line.
+        unread: keys of rows and turns that are not read, each with the number of rows that have it.
+    """
 
     files: int
     rows: int
     rejected: int
     duplicates: int
     quarantine: Path
+    unread: Mapping[str, int]
 
-    def counts(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("files", "rows", "rejected", "duplicates")}
+    def counts(self) -> dict[str, Any]:
+        counted = {name: getattr(self, name) for name in ("files", "rows", "rejected", "duplicates")}
+        return {**counted, **({"unread_keys": dict(self.unread)} if self.unread else {})}
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ class _Tally:
     rejected: int = 0
     first: list[Rejection] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
 
     def reject(self, rejection: Rejection) -> None:
         self.rejected += 1
@@ -130,7 +138,7 @@ def _load(
     quarantine = out / QUARANTINE_FILE
     tally = _Tally()
     with publish_file(quarantine) as staging, staging.open("w", encoding="utf-8") as stream:
-        for item in _parsed(paths, parse):
+        for item in _parsed(paths, parse, tally.unread):
             tally.rows += 1
             if isinstance(item, Rejection):
                 tally.reject(item)
@@ -140,17 +148,22 @@ def _load(
             else:
                 found[item.id] = item
     _check(dataset, paths, tally, max_rejected_share, quarantine)
-    return LoadReport(len(paths), tally.rows, tally.rejected, tally.duplicates, quarantine)
+    return LoadReport(
+        len(paths), tally.rows, tally.rejected, tally.duplicates, quarantine, dict(sorted(tally.unread.items()))
+    )
 
 
-def _parsed(paths: list[Path], parse: Callable[[Any], Item]) -> Iterator[Item | Rejection]:
+def _parsed(paths: list[Path], parse: Callable[[Any], Item], unread: Counter[str]) -> Iterator[Item | Rejection]:
+    """Yield the rows as parsed, and count into `unread` the keys of the usable ones that are not read."""
     for path in paths:
         for row in read_rows(path):
             if isinstance(row, Rejection):
                 yield row
                 continue
             try:
-                yield parse(row.value)
+                item = parse(row.value)
+                unread.update(find_unread_keys(row.value))
+                yield item
             except RowError as error:
                 yield reject(row, str(error))
             except RecursionError:

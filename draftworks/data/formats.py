@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftworks.data.conversations import ANSWER, Conversation, Scalar, Turn
+from draftworks.data.conversations import ANSWER, REASONING_KEYS, Conversation, Scalar, Turn
 from draftworks.data.token_rows import TokenRow
 from draftworks.storage.identity import digest
 
@@ -20,20 +20,26 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
     "system": "system",
     **dict.fromkeys(
-        ("function_call", "tool_call", "tool", "observation", "function_response", "tool_response"), "tool"
+        ("function_call", "tool_call", "tool", "observation", "function_response", "tool_response", "ipython"), "tool"
     ),
 }
 OPENAI_ROLES = {
     "user": "user",
     "assistant": "assistant",
     **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "function"), "tool"),
+    **dict.fromkeys(("tool", "function", "ipython"), "tool"),
 }
 FORMAT_KEYS: dict[str, Format] = {"conversations": "sharegpt", "messages": "openai", "input_ids": "tokens"}
 _KEY_OF: dict[Format, str] = {name: key for key, name in FORMAT_KEYS.items()}
 
 TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
 """Keys of rows and messages that say which tools there are, or that one is called."""
+
+MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
+TRAINED_KEYS = ("weight", "train", "training", "loss")
+"""Keys of messages that say whether the turn is learnt: of OpenAI, of axolotl, and of ms-swift."""
+
+MESSAGE_KEYS = {"from", "value", "role", "content", *REASONING_KEYS, *TRAINED_KEYS, *TOOL_KEYS, *MEDIA_KEYS}
 
 LONGEST_COLUMN = 256
 """Characters; a longer field is text rather than a slice for evaluation, and is dropped."""
@@ -77,12 +83,15 @@ def parse_conversation(row: Any, expected: Format | None = None) -> Conversation
     if not isinstance(messages, list):
         raise RowError(f"{_KEY_OF[name]}: expected a list of messages, found {_kind(messages)}")
     read: Callable[[Any], Turn] = _sharegpt_turn if name == "sharegpt" else _openai_turn
-    _refuse_tools(row)
+    _refuse_unread(row)
     turns = [_located(read, message, number) for number, message in enumerate(messages, start=1)]
     if turns and turns[-1].role == "user":
         turns.append(ANSWER)
-    if not any(turn.role == "assistant" for turn in turns):
+    answers = [turn for turn in turns if turn.role == "assistant"]
+    if not answers:
         raise RowError("no user turn to answer, and no assistant turn")
+    if not any(turn.trained for turn in answers):
+        raise RowError(f"every assistant turn is excluded from training ({', '.join(TRAINED_KEYS)})")
     return Conversation.of([*_system_of(row, turns), *turns], read_columns(row))
 
 
@@ -107,10 +116,41 @@ def parse_tokens(row: Any, vocab_size: int | None = None) -> TokenRow:
     return TokenRow(sample_id, np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), read_columns(row))
 
 
-def _refuse_tools(found: Mapping[str, Any]) -> None:
+def find_unread_keys(row: Any) -> set[str]:
+    """Return the keys of a row and of its messages whose values are not read: neither words nor a column for slices."""
+    if not isinstance(row, dict):
+        return set()
+    known = {
+        *FORMAT_KEYS,
+        "system",
+        *read_columns(row),
+        *(("loss_mask", "attention_mask") if "input_ids" in row else ()),
+    }
+    messages = [message for key in ("conversations", "messages") for message in _listed(row.get(key))]
+    said = {key for message in messages for key, value in message.items() if key not in MESSAGE_KEYS and _says(value)}
+    return {str(key) for key, value in row.items() if key not in known and _says(value)} | {
+        f"{key} of a turn" for key in said
+    }
+
+
+def _listed(messages: Any) -> list[dict[str, Any]]:
+    return [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+
+
+def _says(value: Any) -> bool:
+    return value is not None and value not in ("", [], {})
+
+
+def _refuse_unread(found: Mapping[str, Any]) -> None:
+    """Raise RowError for what decides what a model reads, and is not read here."""
     for key in TOOL_KEYS:
         if found.get(key):
             raise RowError(f"{key}: conversations with tools are not supported yet: leave these rows out")
+    for key in MEDIA_KEYS:
+        if found.get(key):
+            raise RowError(
+                f"{key}: conversations with pictures, sound or films are not supported: leave these rows out"
+            )
 
 
 def _system_of(row: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
@@ -146,14 +186,39 @@ def _sharegpt_turn(message: Any) -> Turn:
     """Parse a turn with `from` and `value`; `role` and `content` under `conversations` occur too."""
     if isinstance(message, dict) and message.get("from") is None and message.get("role") is not None:
         return _openai_turn(message)
-    role = _role(message, "from", SHAREGPT_ROLES)
-    return Turn(role, _text(message.get("value"), "value"))
+    return _make_turn(_role(message, "from", SHAREGPT_ROLES), message, "value")
 
 
 def _openai_turn(message: Any) -> Turn:
-    role = _role(message, "role", OPENAI_ROLES)
-    _refuse_tools(message)
-    return Turn(role, _text(_joined_parts(message.get("content")), "content"))
+    return _make_turn(_role(message, "role", OPENAI_ROLES), message, "content")
+
+
+def _make_turn(role: str, message: Mapping[str, Any], key: str) -> Turn:
+    _refuse_unread(message)
+    content = message.get(key)
+    empty_system = role == "system" and content == ""  # a server sends it on, and templates print it
+    words = "" if empty_system else _text(_join_parts(content, "text"), key)
+    thoughts = [
+        _join_parts(content, "thinking") if isinstance(content, list) else "",
+        *map(message.get, REASONING_KEYS),
+    ]
+    said = list(dict.fromkeys(_text(each, "reasoning") for each in thoughts if each not in (None, "")))
+    if said and role != "assistant":
+        raise RowError(f"reasoning of a {role} turn: only assistant turns think")
+    if len(said) > 1:
+        raise RowError(f"{', '.join(REASONING_KEYS)}: several of them, with different thoughts")
+    return Turn(role, words, said[0] if said else "", _is_trained(message) or role != "assistant")
+
+
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether a turn is learnt. Raises RowError for another value than 0, 1, false and true."""
+    for key in TRAINED_KEYS:
+        value = message.get(key)
+        if value is not None and value not in (0, 1):
+            raise RowError(f"{key}: expected 0 or 1, or false or true, found {_kind(value)}")
+        if value is not None and not value:
+            return False
+    return True
 
 
 def _role(message: Any, key: str, known: Mapping[str, str]) -> str:
@@ -170,17 +235,17 @@ def _role(message: Any, key: str, known: Mapping[str, str]) -> str:
     return known[value]
 
 
-def _joined_parts(content: Any) -> Any:
-    """Join the text of a list of content parts; anything else is returned unchanged."""
+def _join_parts(content: Any, kind: Literal["text", "thinking"]) -> Any:
+    """Join the parts of one kind of a list of content parts; anything else is returned unchanged."""
     if not isinstance(content, list):
         return content
-    texts = []
+    texts = {"text": "", "thinking": ""}
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            raise RowError(f"content: expected parts of type text, found {kind!r}")
-        texts.append(part["text"])
-    return "".join(texts)
+        found = part.get("type") if isinstance(part, dict) else _kind(part)
+        if found not in texts or not isinstance(part.get(found), str):
+            raise RowError(f"content: expected parts of type text, found {found!r}")
+        texts[found] += part[found]
+    return texts[kind]
 
 
 def _text(value: Any, key: str) -> str:

@@ -15,8 +15,9 @@ from draftworks.data.served.secrets import REVISION
 from draftworks.errors import DataError
 from draftworks.storage.identity import FileDigests, digest
 
-ROWS_REVISION = 2
-"""Increased when the same rows become other conversations: 2 reads prompts without answers, `system` and `attention_mask`."""
+ROWS_REVISION = 3
+"""Increased when the same rows become other conversations: 3 reads prompts without answers, `system`, `attention_mask`, thoughts
+kept apart and which turns are learnt."""
 SERVED = "served"
 """The format of data sets of served prompts."""
 SUFFIXES = (".jsonl", ".json", ".parquet")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from draftworks.config.registry_files import DataSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
+from draftworks.data.own_answers import encode_own_answers
 from draftworks.data.rejected import RejectedSample, check_rejected, count_rejections
 from draftworks.data.token_rows import CutRow, TokenRow, cut_to_length
 from draftworks.errors import ConfigError, DataError
@@ -24,8 +25,6 @@ CHUNK = 256
 """Conversations sent to a process at a time."""
 PER_PROCESS = 2000
 """Conversations per process: starting one takes seconds, to import the tokenizer."""
-
-NO_ANSWER = "it has no answer, and responses.mode passthrough trains on the data's own answers: set responses.mode to regenerate"
 
 Progress = Callable[[str], None]
 """Called with one line after each chunk."""
@@ -49,6 +48,14 @@ class TokenizeResult:
     def supervised_share(self) -> float:
         """Supervised tokens per token, compared with `min_supervised_share`."""
         return sum(row.supervised for row in self.rows) / max(sum(len(row) for row in self.rows), 1)
+
+
+class CutSamples(NamedTuple):
+    """The samples of one conversation within the length limit, and how many samples and supervised tokens were cut."""
+
+    rows: tuple[TokenRow, ...]
+    cut: int
+    cut_supervised: int
 
 
 class _Work(NamedTuple):
@@ -93,7 +100,7 @@ def cut_rows(rows: Iterable[TokenRow], target: TargetFiles, data: DataSpec, max_
     check_length(target, max_length)
     items = list(rows)
     return _collect(
-        [[_cut_or_reject(row.sample_id, lambda row=row: row, max_length) for row in items]],
+        [[_cut_or_reject(row.sample_id, lambda row=row: [row], max_length) for row in items]],
         len(items),
         data.max_rejected_share,
     )
@@ -109,9 +116,9 @@ def check_length(target: TargetFiles, max_length: int) -> None:
 
 
 def _collect(
-    chunks: Iterable[Sequence[CutRow | RejectedSample]], total: int, limit: float, progress: Progress | None = None
+    chunks: Iterable[Sequence[CutSamples | RejectedSample]], total: int, limit: float, progress: Progress | None = None
 ) -> TokenizeResult:
-    kept: list[CutRow] = []
+    kept: list[CutSamples] = []
     rejected: list[RejectedSample] = []
     for chunk in chunks:
         for each in chunk:
@@ -123,8 +130,8 @@ def _collect(
             progress(f"tokenized {len(kept) + len(rejected):,} of {total:,} conversations")
     check_rejected(rejected, total, limit)
     return TokenizeResult(
-        rows=tuple(each.row for each in kept),
-        cut_samples=sum(each.was_cut for each in kept),
+        rows=tuple(row for each in kept for row in each.rows),
+        cut_samples=sum(each.cut for each in kept),
         cut_supervised_tokens=sum(each.cut_supervised for each in kept),
         rejected=tuple(rejected),
     )
@@ -163,24 +170,30 @@ def _tokenizer(target: TargetFiles, thinking: bool | None) -> ChatTokenizer:
     return ChatTokenizer.load(target, thinking)
 
 
-def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[CutRow | RejectedSample]:
+def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[CutSamples | RejectedSample]:
     chat = _tokenizer(work.target, work.thinking)  # pyright: ignore[reportArgumentType] - frozen models have a hash
-    encode = partial(encode_answers, chat, only_last_turn=work.only_last_turn)
-    return [_cut_or_reject(each.id, partial(encode, each), work.max_length) for each in conversations]
+    return [
+        _cut_or_reject(
+            each.id, partial(encode_own_answers, chat.choose(each), each, work.only_last_turn), work.max_length
+        )
+        for each in conversations
+    ]
 
 
-def encode_answers(chat: ChatTokenizer, conversation: Conversation, only_last_turn: bool) -> TokenRow:
-    """Return the sample of a conversation with its own answers. Raises DataError as `ChatTokenizer.encode`, or without any."""
-    if conversation.awaits_answer:
-        conversation = replace(conversation, turns=conversation.turns[:-1])
-        if not any(turn.role == "assistant" for turn in conversation.turns):
-            raise DataError(NO_ANSWER)
-    encoded = chat.choose(conversation).encode(conversation, only_last_turn)
-    return TokenRow(conversation.id, encoded.input_ids, encoded.loss_mask, conversation.columns)
-
-
-def _cut_or_reject(sample_id: str, make: Callable[[], TokenRow], max_length: int) -> CutRow | RejectedSample:
+def _cut_or_reject(sample_id: str, make: Callable[[], list[TokenRow]], max_length: int) -> CutSamples | RejectedSample:
+    """Cut the samples of a conversation. One without a supervised token within the limit is left out, if another has one."""
     try:
-        return cut_to_length(make(), max_length)
+        rows = make()
     except DataError as error:
         return RejectedSample(sample_id, str(error))
+    kept: list[CutRow] = []
+    reasons: list[str] = []
+    for row in rows:
+        try:
+            kept.append(cut_to_length(row, max_length))
+        except DataError as error:
+            reasons.append(str(error))
+    if not kept:
+        return RejectedSample(sample_id, reasons[0])
+    lost = sum(row.supervised for row in rows) - sum(each.row.supervised for each in kept)
+    return CutSamples(tuple(each.row for each in kept), sum(each.was_cut for each in kept) + len(reasons), lost)

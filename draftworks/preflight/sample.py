@@ -17,6 +17,7 @@ from draftworks.preflight.sample_tokens import DataUse, list_uses, tokenize_samp
 from draftworks.preflight.shared_prompts import check_prompts
 from draftworks.preflight.slice_columns import check_slices
 from draftworks.preflight.stream_bytes import check_stream_bytes
+from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 
 
@@ -76,6 +77,9 @@ def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findin
             f"{where}: {len(sample.reasons)} of its first {sample.rows} rows cannot be used, and the run stops if that is so "
             f"of more than {target.data.max_rejected_share:.0%} (data.max_rejected_share). The first: {sample.reasons[0]}"
         )
+    if sample.unread:
+        keys = ", ".join(f"{key} ({format_count(rows, 'row')})" for key, rows in sorted(sample.unread.items()))
+        findings.note(f"{where}: of its first {sample.rows} rows these keys are not read: {keys}")
 
 
 def _check_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findings: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Scalar
 from draftworks.data.datasets import detect_kind
-from draftworks.data.formats import RowError, parse_conversation, parse_tokens, read_columns
+from draftworks.data.formats import RowError, find_unread_keys, parse_conversation, parse_tokens, read_columns
 from draftworks.data.raw_rows import RawRow, is_json_list, read_rows
 from draftworks.data.served.loading import REJECTED, drop_beginnings, read_served
 from draftworks.data.sources import SERVED, find_dataset_files
@@ -35,6 +36,7 @@ class Sample:
         reasons: for each rejected row, why it cannot be used.
         skipped: files that were not looked at.
         whole: whether these are all rows of the data set.
+        unread: keys of usable rows and their turns that are not read, each with the number of rows that have it.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class Sample:
     reasons: list[str] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)
     whole: bool = False
+    unread: Counter[str] = field(default_factory=Counter)
 
     @property
     def rows(self) -> int:
@@ -72,6 +75,7 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
                 sample.items.append(
                     parse_tokens(row.value, files.vocab_size) if tokens else parse_conversation(row.value, expected)
                 )
+                sample.unread.update(find_unread_keys(row.value))
             except (RowError, RecursionError) as error:
                 sample.reasons.append(f"{row.file}:{row.line}: {error}")
         if sample.rows >= SAMPLE_ROWS:

@@ -10,9 +10,9 @@ from draftworks.capture.answers.dialogue import require_questions
 from draftworks.config.registry_files import TargetSpec
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, select
+from draftworks.data.own_answers import encode_own_answers
 from draftworks.data.prepare import split_parts
 from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenizing import encode_answers
 from draftworks.errors import DataError
 from draftworks.preflight.sample_rows import Sample
 from draftworks.targets.registry import Registry
@@ -27,7 +27,7 @@ class RowTokens:
         problem: why it cannot be asked, or is no token row; the counts are 0 then.
         answer_problem: why its own answers cannot be learnt; None where the target answers instead.
         prompt: tokens before the first answer; 0 for a row that is tokenized already.
-        length: tokens of the row with its own answers, before any cut.
+        length: tokens of the row with its own answers, before any cut; of its longest sample, where it gives several.
         supervised: tokens to learn within `max_length`, of its own answers.
         answers: answers that the target is asked for.
     """
@@ -90,17 +90,20 @@ def tokenize_sample(sample: Sample, chat: ChatTokenizer | None, target: TargetSp
 def _count_conversation(
     conversation: Conversation, chat: ChatTokenizer, target: TargetSpec, counts: Counter[int]
 ) -> RowTokens:
+    chat = chat.choose(conversation)
     questions = require_questions(conversation.turns)
-    chat.require_words(questions[0])
-    prompt = chat.encode_prompt(questions[0])
+    chat.require_words(questions[0].turns)
+    prompt = chat.encode_prompt(questions[0].turns)
     row = RowTokens(conversation.id, conversation.prompt_key, prompt=len(prompt), answers=len(questions))
     try:
-        own = encode_answers(chat, conversation, target.data.only_last_turn)
+        own = encode_own_answers(chat, conversation, target.data.only_last_turn)
     except DataError as error:
         counts.update(prompt)
         return row if target.responses.mode == "regenerate" else replace(row, answer_problem=str(error))
-    counts.update(own.input_ids.tolist())
-    return replace(row, length=len(own), supervised=int(own.loss_mask[: target.max_length].sum()))
+    for sample in own:
+        counts.update(sample.input_ids.tolist())
+    supervised = sum(int(sample.loss_mask[: target.max_length].sum()) for sample in own)
+    return replace(row, length=max(map(len, own)), supervised=supervised)
 
 
 def list_uses(

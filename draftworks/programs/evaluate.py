@@ -30,7 +30,7 @@ from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
 from draftworks.evaluation.ladder.prompts import select_prompts
 from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.evaluation.ladder.statistics import Resampling
-from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.report import NOT_MEASURED, Report
 from draftworks.evaluation.report.slices import read_sample_columns
 from draftworks.evaluation.report.thinking import list_asked_samples
 from draftworks.evaluation.report.writing import save_report
@@ -77,6 +77,9 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         "eval_tokens": samples.tokens.digest,
         "eval_features": samples.manifest.version_of(draft.strategy.feature_names),
         "untrained_seed": run.seed,
+        "not_measured": {
+            name: samples.tokens.summary[name] for name in NOT_MEASURED if samples.tokens.summary.get(name)
+        },
     }
     report = Report(
         target=run.target.name,

@@ -130,7 +130,9 @@ class ConversationSource(RowSource):
 
     def _begin(self, conversation: Conversation) -> Dialogue | None:
         try:
-            return Dialogue(conversation, self._chat, self._max_length)
+            return Dialogue(
+                conversation, self._chat.choose(conversation), self._max_length, self._responses.continue_after_cut
+            )
         except DataError as error:
             log.warning("conversation %s has no answer: %s", conversation.id, error)
             return None

@@ -9,8 +9,9 @@ from draftworks.config.responses import ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.storage.data_records import AnswersIdentity
 
-ANSWERS_REVISION = 2
-"""Increased when the same conversations give other samples: 2 asks each turn as a server does, with whole answers as labels."""
+ANSWERS_REVISION = 3
+"""Increased when the same conversations give other samples: 3 asks each turn as a server does, also in mode passthrough, with
+whole answers as labels, and goes on after an answer that was cut."""
 
 
 def make_answers_identity(

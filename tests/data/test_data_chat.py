@@ -1,4 +1,4 @@
-"""Loss masks, prompts and continuations agree with the target's chat template, byte by byte."""
+"""Labels, prompts and continuations agree with the target's chat template, byte by byte."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chat_tokenizers import list_runs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -15,6 +16,8 @@ from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn
+from draftworks.data.own_answers import encode_own_answers
+from draftworks.data.token_rows import TokenRow
 from draftworks.errors import ConfigError, DataError
 
 FAMILIES = ("llama3", "qwen", "vicuna")
@@ -54,59 +57,55 @@ def bytes_of(chat: ChatTokenizer, ids: np.ndarray) -> list[bytes]:
     ]
 
 
-def expected_mask(chat: ChatTokenizer, family: str, conversation: Conversation, ids: np.ndarray) -> np.ndarray:
-    """Tokens whose bytes lie wholly inside what the assistant says and the token that ends it."""
-    end = "<|im_end|>" if family == "qwen" else "<|eot_id|>"
-    header = {"qwen": "assistant\n", "llama3": "assistant<|end_header_id|>\n\n", "vicuna": "ASSISTANT: "}[family]
-    text = b"".join(bytes_of(chat, ids)).decode()
-    spans, position = [], 0
-    for turn in conversation.turns:
-        content = turn.content if family == "qwen" else turn.content.strip()
-        if turn.role == "assistant":
-            whole = header + content + end
-            start = text.index(whole, position) + len(header)
-            position = start + len(content + end)
-            spans.append((len(text[:start].encode()), len(text[:position].encode())))
-        else:
-            position = text.index(content, position) + len(content)
-    ends = np.cumsum([len(piece) for piece in bytes_of(chat, ids)])
-    starts = np.concatenate(([0], ends[:-1]))
-    return np.any([(starts >= start) & (ends <= stop) for start, stop in spans], axis=0)
+def encode(chat: ChatTokenizer, conversation: Conversation, only_last_turn: bool = False) -> TokenRow:
+    """The sample of a conversation that gives one."""
+    (row,) = encode_own_answers(chat, conversation, only_last_turn)
+    return row
+
+
+def spoken(chat: ChatTokenizer, row: TokenRow) -> bytes:
+    return b"".join(piece for piece, on in zip(bytes_of(chat, row.input_ids), row.loss_mask) if on)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
 @QUICK
 @given(conversation=conversations())
-def test_mask_is_exactly_the_tokens_inside_the_assistants_bytes(chats, family, variant, conversation):
-    chat = chats[family + variant]
-    encoded = chat.encode(conversation)
-    assert encoded.input_ids.dtype == np.int32
-    assert encoded.loss_mask.dtype == np.bool_
-    np.testing.assert_array_equal(encoded.loss_mask, expected_mask(chat, family, conversation, encoded.input_ids))
+def test_each_answer_is_learnt_byte_by_byte_after_the_bytes_of_its_prompt(chats, family, variant, conversation):
+    chat, turns = chats[family + variant], conversation.turns
+    end = "<|im_end|>" if family == "qwen" else "<|eot_id|>"
+    runs = list_runs(encode_own_answers(chat, conversation))
+    answers = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+    assert len(runs) == len(answers)
+    for (before, said), number in zip(runs, answers):
+        content = turns[number].content if family == "qwen" else turns[number].content.strip()
+        texts = [b"".join(bytes_of(chat, np.array(ids))).decode() for ids in (before, said)]
+        assert texts == [chat.render(turns[:number], add_generation_prompt=True), content + end]
+        assert before == chat.encode_prompt(turns[:number])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @QUICK
 @given(conversation=conversations(), last=st.booleans())
-def test_mask_by_offsets_equals_mask_by_markers(chats, family, conversation, last):
-    marked, plain, trimmed = (chats[family + variant].encode(conversation, last) for variant in VARIANTS)
-    np.testing.assert_array_equal(marked.input_ids, plain.input_ids)
-    np.testing.assert_array_equal(marked.loss_mask, plain.loss_mask)
-    np.testing.assert_array_equal(marked.loss_mask, trimmed.loss_mask)
+def test_samples_by_words_equal_samples_by_markers(chats, family, conversation, last):
+    marked, plain, trimmed = (
+        [(row.sample_id, row.input_ids.tolist(), row.loss_mask.tolist()) for row in rows]
+        for rows in (encode_own_answers(chats[family + variant], conversation, last) for variant in VARIANTS)
+    )
+    assert marked == plain == trimmed
 
 
 @QUICK
 @given(conversation=conversations())
-def test_ids_and_mask_are_those_of_transformers_where_no_token_crosses_a_border(tiny_chat, conversation):
+def test_one_sample_has_the_ids_and_the_mask_of_transformers(tiny_chat, conversation):
     messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
     theirs = tiny_chat._tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    ours = tiny_chat.encode(conversation)
-    mask = np.array(theirs["assistant_masks"], dtype=bool)
-    assert ours.input_ids.tolist() == theirs["input_ids"]
-    assert not (ours.loss_mask & ~mask).any()
-    merged = sum(turn.role == "assistant" and turn.content[0].isspace() for turn in conversation.turns)
-    assert (mask & ~ours.loss_mask).sum() <= merged
+    rows = encode_own_answers(tiny_chat, conversation)
+    if len(rows) == 1 and not any(
+        turn.role == "assistant" and turn.content[0].isspace() for turn in conversation.turns
+    ):
+        assert rows[0].input_ids.tolist() == theirs["input_ids"][: len(rows[0])]
+        assert rows[0].loss_mask.tolist() == [bool(on) for on in theirs["assistant_masks"]][: len(rows[0])]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,11 +115,10 @@ def test_every_supervised_turn_ends_with_the_token_that_stops_generation(chats, 
     )
     for variant in VARIANTS:
         chat = chats[family + variant]
-        ids, mask = chat.encode(conversation)
         stops = {chat._tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|eot_id|>")}
-        last_of_each = np.flatnonzero(mask & ~np.append(mask[1:], False))
-        assert len(last_of_each) == 2
-        assert set(ids[last_of_each].tolist()) <= stops
+        ends = [said[-1] for _, said in list_runs(encode_own_answers(chat, conversation))]
+        assert len(ends) == 2
+        assert set(ends) <= stops
 
 
 def test_markers_that_leave_the_end_token_out_give_the_same_mask(chats, make_target, templates):
@@ -131,17 +129,19 @@ def test_markers_that_leave_the_end_token_out_give_the_same_mask(chats, make_tar
     conversation = Conversation.of(
         [Turn("user", "a"), Turn("assistant", "b c"), Turn("user", "d"), Turn("assistant", "e")]
     )
-    ids, mask = ChatTokenizer.load(make_target(outside)).encode(conversation)
-    expected_ids, expected = chats["qwen"].encode(conversation)
-    assert ids.tolist() == expected_ids.tolist()
-    assert mask.tolist() == expected.tolist()
+    row, expected = (encode(chat, conversation) for chat in (ChatTokenizer.load(make_target(outside)), chats["qwen"]))
+    assert row.input_ids.tolist() == expected.input_ids.tolist()
+    assert row.loss_mask.tolist() == expected.loss_mask.tolist()
 
 
-def test_markers_that_do_not_match_the_turns_cannot_single_out_the_last(make_target, templates):
-    template = templates["qwen"].replace("m['role'] == 'assistant'", "m['role'] == 'assistant' and loop.first")
-    said = Conversation.of([Turn("assistant", "a"), Turn("user", "b"), Turn("assistant", "c")])
-    with pytest.raises(DataError, match="marks 1 generations in 2 assistant turns"):
-        ChatTokenizer.load(make_target(template)).encode(said, only_last_turn=True)
+def test_a_turn_that_the_templates_markers_leave_out_is_read_and_not_learnt(make_target, templates):
+    marked = "m['role'] == 'assistant' and loop.index0 == 1"
+    template = templates["qwen"].replace("m['role'] == 'assistant'", marked)
+    turns = [Turn("user", "a"), Turn("assistant", "the b"), Turn("user", "c"), Turn("assistant", "d")]
+    chat = ChatTokenizer.load(make_target(template))
+    assert spoken(chat, encode(chat, Conversation.of(turns))) == b"the b<|im_end|>"
+    with pytest.raises(DataError, match="marks none of its answers as generated"):
+        encode_own_answers(chat, Conversation.of(turns), only_last_turn=True)
 
 
 def test_markers_around_other_words_than_a_turns_are_refused(make_target, templates):
@@ -154,7 +154,7 @@ def test_markers_around_other_words_than_a_turns_are_refused(make_target, templa
     said = Conversation.of([Turn("user", "what is it"), Turn("assistant", "it is a model")])
     for template in ("{% generation %}x{% endgeneration %}" + templates["qwen"], in_macro):
         with pytest.raises(DataError, match="as generated, which are not the words of an assistant turn"):
-            ChatTokenizer.load(make_target(template)).encode(said)
+            encode_own_answers(ChatTokenizer.load(make_target(template)), said)
 
 
 def test_the_beginning_of_the_next_turn_is_no_end_of_an_answer(make_target):
@@ -167,31 +167,25 @@ def test_the_beginning_of_the_next_turn_is_no_end_of_an_answer(make_target):
     for text in (template, plain):
         chat = ChatTokenizer.load(make_target(text))
         said = [Turn("user", "a"), Turn("assistant", "the other"), Turn("user", "b"), Turn("assistant", "yes")]
-        ids, mask = chat.encode(Conversation.of(said))
-        assert b"".join(piece for piece, on in zip(bytes_of(chat, ids), mask) if on) == b"the otheryes"
+        assert spoken(chat, encode(chat, Conversation.of(said))) == b"the otheryes"
 
 
 @QUICK
 @given(conversation=conversations())
-def test_only_last_turn_keeps_the_end_of_the_full_mask(tiny_chat, conversation):
-    ids, mask = tiny_chat.encode(conversation)
-    last_ids, last_mask = tiny_chat.encode(conversation, only_last_turn=True)
-    np.testing.assert_array_equal(ids, last_ids)
-    start = len(tiny_chat._render(conversation.turns[:-1]).text)
-    offsets = tiny_chat._tokenizer(tiny_chat._render(conversation.turns).text, return_offsets_mapping=True)
-    behind = np.array([end > start for _, end in offsets["offset_mapping"]])
-    np.testing.assert_array_equal(last_mask, mask & behind)
+def test_only_the_last_turn_is_the_last_run_of_all(tiny_chat, conversation):
+    all_runs, last = (list_runs(encode_own_answers(tiny_chat, conversation, only)) for only in (False, True))
+    assert last == all_runs[-1:]
 
 
-def test_a_token_that_crosses_into_the_span_is_not_supervised(chats):
-    conversation = Conversation.of([Turn("user", "Hi"), Turn("assistant", "the other")])
+def test_a_token_across_the_end_of_the_prompt_parts_the_turns(chats):
+    """The template's space and the first word of an answer are one token where the next turn is asked."""
+    turns = [Turn("user", "Hi"), Turn("assistant", "the other"), Turn("user", "and"), Turn("assistant", "the other")]
     for variant in VARIANTS:
         chat = chats["vicuna" + variant]
-        ids, mask = chat.encode(conversation)
-        pieces = bytes_of(chat, ids)
-        first = int(np.flatnonzero(mask)[0])
-        assert pieces[first - 1] == b" the", "the template's space and the first word are one token"
-        assert b"".join(piece for piece, on in zip(pieces, mask) if on) == b" other<|eot_id|>"
+        rows = encode_own_answers(chat, Conversation.of(turns))
+        assert len(rows) == 2
+        assert [bytes_of(chat, row.input_ids).count(b" the") for row in rows] == [0, 1]
+        assert [spoken(chat, row) for row in rows] == [b"the other<|eot_id|>"] * 2
 
 
 def test_white_space_between_content_and_end_token_is_supervised_with_it(make_target):
@@ -199,14 +193,12 @@ def test_white_space_between_content_and_end_token_is_supervised_with_it(make_ta
         [Turn("user", "a"), Turn("assistant", "b c"), Turn("user", "d"), Turn("assistant", "e")]
     )
     chat = ChatTokenizer.load(make_target(SPACED_END))
-    ids, mask = chat.encode(conversation)
-    spoken = b"".join(piece for piece, on in zip(bytes_of(chat, ids), mask) if on)
-    assert spoken.count(b" <|eot_id|>") == 2
+    assert spoken(chat, encode(chat, conversation)).count(b" <|eot_id|>") == 2
 
 
 def test_decode_leaves_special_tokens_out_and_returns_the_words(tiny_chat):
-    ids, mask = tiny_chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "Déjà vu , isn't it ?")]))
-    assert tiny_chat.decode(ids[mask]) == "Déjà vu , isn't it ?"
+    row = encode(tiny_chat, Conversation.of([Turn("user", "a"), Turn("assistant", "Déjà vu , isn't it ?")]))
+    assert tiny_chat.decode(row.input_ids[row.loss_mask].tolist()) == "Déjà vu , isn't it ?"
 
 
 def test_the_tiny_target_has_a_mask_token_markers_and_one_end(tiny_chat):
@@ -225,14 +217,14 @@ def test_digest_follows_the_template(make_target):
 def test_a_template_that_prints_todays_date_gives_the_same_ids_every_day(make_target):
     template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}<|eot_id|>{% endfor %}"
     chat = ChatTokenizer.load(make_target(template))
-    assert chat._render([Turn("user", "a")]).text == "26 Jul 2024a<|eot_id|>"
+    assert chat.render([Turn("user", "a")]) == "26 Jul 2024a<|eot_id|>"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "cannot be located|exactly once"),
-        ("{% for m in messages %}{{ m['content'] | replace('b', '') }}{% endfor %}", "cannot be located"),
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "changes the assistant's words|exactly once"),
+        ("{% for m in messages %}{{ m['content'] | replace('b', '') }}{% endfor %}", "changes the assistant's words"),
         ("{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}", "exactly once"),
         ("{{ messages[0]['content'] }}", "exactly once"),
         ("{{ raise_exception('roles must alternate') }}", "refuses the conversation: roles must alternate"),
@@ -247,7 +239,7 @@ def test_a_template_that_prints_todays_date_gives_the_same_ids_every_day(make_ta
 def test_a_template_that_hides_the_assistants_words_is_an_error(make_target, template, message):
     chat = ChatTokenizer.load(make_target(template))
     with pytest.raises(DataError, match=message):
-        chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "abc")]))
+        encode_own_answers(chat, Conversation.of([Turn("user", "a"), Turn("assistant", "abc")]))
 
 
 def test_a_template_that_never_ends_is_an_error_once_and_for_all(make_target, monkeypatch):
@@ -255,7 +247,7 @@ def test_a_template_that_never_ends_is_an_error_once_and_for_all(make_target, mo
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}"
     chat = ChatTokenizer.load(make_target(endless))
     with pytest.raises(ConfigError, match=r"has not finished one conversation after 0\.2 s"):
-        chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "abc")]))
+        encode_own_answers(chat, Conversation.of([Turn("user", "a"), Turn("assistant", "abc")]))
 
 
 def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_do(make_target):
@@ -267,7 +259,7 @@ def test_a_template_file_replaces_the_tokenizers(make_target, tmp_path):
     path = tmp_path / "own.jinja"
     path.write_text("{% for m in messages %}<|eot_id|>{{ m['content'] }}{% endfor %}")
     target = make_target(None).model_copy(update={"chat_template": str(path)})
-    assert ChatTokenizer.load(target)._render([Turn("user", "a")]).text == "<|eot_id|>a"
+    assert ChatTokenizer.load(target).render([Turn("user", "a")]) == "<|eot_id|>a"
     with pytest.raises(DataError, match=r"own2\.jinja"):
         ChatTokenizer.load(target.model_copy(update={"chat_template": str(tmp_path / "own2.jinja")}))
 
@@ -316,7 +308,7 @@ def test_a_tokenizer_of_another_model_is_an_error(make_target):
     target = make_target("{% for m in messages %}{{ m['content'] }}<|eot_id|>{% endfor %}")
     chat = ChatTokenizer.load(target.model_copy(update={"vocab_size": 2048}))
     with pytest.raises(DataError, match=r"gives id 2051.*vocabulary has 2048"):
-        chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "b")]))
+        encode_own_answers(chat, Conversation.of([Turn("user", "a"), Turn("assistant", "b")]))
 
 
 def test_end_ids_come_from_the_generation_config_too(make_target):

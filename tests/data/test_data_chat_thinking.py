@@ -65,7 +65,7 @@ def test_prompt_and_answer_from_text_spell_the_rendered_conversation(chats, fami
         chat._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         for ids in (chat.encode_prompt(turns[:-1]), chat.encode_answer(turns, ended=True))
     )
-    assert chat._render(turns).text.startswith(spelt)
+    assert chat.render(turns).startswith(spelt)
     assert spelt.endswith(turns[-1].content + end)
     assert (
         chat.encode_answer(turns, ended=False)

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from draftworks.data.conversations import ROLES, Conversation, Turn, read_conversations, write_conversations
 from draftworks.errors import DataError, StoreError
 
-turns = st.lists(st.builds(Turn, st.sampled_from(ROLES), st.text(max_size=20)), min_size=1, max_size=4)
+turns = st.lists(
+    st.builds(Turn, st.sampled_from(ROLES), st.text(max_size=20), st.just("") | st.text(max_size=5), st.booleans()),
+    min_size=1,
+    max_size=4,
+)
 columns = st.dictionaries(
     st.text(max_size=6),
     st.text(max_size=6) | st.integers() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False),

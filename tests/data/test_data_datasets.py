@@ -97,6 +97,13 @@ def test_rows_that_show_no_format_are_an_error_with_the_commonest_reason(tmp_pat
         detect_kind(dataset("a.jsonl"), tmp_path)
 
 
+def test_what_rows_say_and_nobody_reads_is_counted(tmp_path):
+    rows = [GOOD | {"notes": ["b"]}, GOOD | {"notes": ["d"], "more": {"e": 1}}, BAD | {"notes": ["f"]}]
+    write_rows(tmp_path / "a.jsonl", rows)
+    loaded = load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 1.0)
+    assert loaded.report.counts()["unread_keys"] == {"more": 1, "notes": 2}
+
+
 def test_too_many_rejected_rows_are_an_error_that_names_them_and_leaves_the_quarantine(tmp_path):
     write_rows(tmp_path / "a.jsonl", [GOOD, GOOD, BAD])
     with pytest.raises(DataError) as caught:

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.conversations import ANSWER, ROLES, Turn
-from draftworks.data.formats import OPENAI_ROLES, SHAREGPT_ROLES, RowError, parse_conversation, parse_tokens
+from draftworks.data.formats import (
+    OPENAI_ROLES,
+    SHAREGPT_ROLES,
+    RowError,
+    find_unread_keys,
+    parse_conversation,
+    parse_tokens,
+)
 
 contents = st.text(min_size=1, max_size=20).filter(str.strip)
 json_values = st.recursive(
@@ -49,6 +56,9 @@ def test_all_known_roles_map_to_ours():
     assert {*SHAREGPT_ROLES.values(), *OPENAI_ROLES.values()} == set(ROLES)
 
 
+ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
 def said(*turns: tuple[object, object]) -> dict[str, object]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
@@ -80,6 +90,23 @@ def said(*turns: tuple[object, object]) -> dict[str, object]:
             "tools: conversations with tools are not supported yet",
         ),
         (said(("user", "a"), ("function", "b")), "turn 2: role function: conversations with tools"),
+        (said(("user", "a"), ("ipython", "b")), "turn 2: role ipython: conversations with tools"),
+        ({**said(("user", "a")), "images": ["a.png"]}, "images: conversations with pictures, sound or films"),
+        ({"messages": [{"role": "user", "content": "a", "audio": {"id": 1}}]}, "turn 1: audio: conversations with"),
+        ({"messages": [ASKED, {**SAID, "weight": 0}]}, "every assistant turn is excluded from training (weight, train"),
+        (
+            {"messages": [ASKED, {**SAID, "weight": 0.5}]},
+            "turn 2: weight: expected 0 or 1, or false or true, found float 0.5",
+        ),
+        (
+            {"messages": [{**ASKED, "reasoning": "a"}, SAID]},
+            "turn 1: reasoning of a user turn: only assistant turns think",
+        ),
+        (
+            {"messages": [ASKED, {**SAID, "reasoning": "a", "thinking": "b"}]},
+            "turn 2: reasoning_content, reasoning, thinking: s",
+        ),
+        ({"messages": [ASKED, {**SAID, "reasoning_content": 3}]}, "turn 2: reasoning: expected text, found int 3"),
         (
             {"conversations": [{"from": "observation", "value": "b"}]},
             "turn 1: role observation: conversations with tools",
@@ -191,3 +218,49 @@ def test_an_attention_mask_that_is_no_padding_is_refused(attention, reason):
 def test_a_conversation_among_pretokenized_rows_is_rejected():
     with pytest.raises(RowError, match="a conversation in a data set of pre-tokenized rows"):
         parse_tokens(said(("assistant", "a")))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *({**SAID, key: "hm"} for key in ("reasoning_content", "reasoning", "thinking")),
+        {**SAID, "reasoning_content": "hm", "reasoning": "hm"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "b"}]},
+    ],
+)
+def test_thoughts_kept_apart_are_part_of_the_answer_and_of_its_identity(answer):
+    read, plain = (parse_conversation({"messages": [ASKED, each]}) for each in (answer, SAID))
+    assert read.turns == (Turn("user", "a"), Turn("assistant", "b", reasoning="hm"))
+    assert read.id != plain.id
+    assert read.prompt_key == plain.prompt_key
+    assert find_unread_keys({"messages": [ASKED, answer]}) == set()
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss"])
+def test_turns_that_a_row_excludes_are_not_trained(key):
+    kept = {"role": "assistant", "content": "c", key: True}
+    read = parse_conversation({"messages": [{**ASKED, key: 0}, {**SAID, key: 0}, ASKED, kept]})
+    assert [turn.trained for turn in read.turns] == [True, False, True, True]
+    shared = parse_conversation({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: False},
+                                                   {"from": "human", "value": "a"}, {"from": "gpt", "value": "c"}]})  # fmt: skip
+    assert shared == read
+
+
+def test_an_empty_system_turn_is_sent_as_it_is():
+    """Qwen 2.5 prints a system prompt of its own where there is none."""
+    assert parse_conversation(said(("system", ""), ("user", "a"), ("assistant", "b"))).turns[0] == Turn("system", "")
+
+
+def test_keys_that_are_not_read_are_named():
+    row = {
+        **said(("user", "a"), ("assistant", "b")),
+        "task": "x",
+        "long": "y" * 300,
+        "list": [1],
+        "empty": [],
+        "nothing": None,
+    }
+    row["messages"][0]["name"] = "Ann"
+    assert find_unread_keys(row) == {"long", "list", "name of a turn"}
+    assert find_unread_keys({"input_ids": [1], "loss_mask": [1], "attention_mask": [1], "labels": [1]}) == {"labels"}
+    assert find_unread_keys([1]) == find_unread_keys({"messages": "a"}) - {"messages"} == set()

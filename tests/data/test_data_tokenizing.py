@@ -84,9 +84,7 @@ def test_a_sample_without_supervised_tokens_within_the_limit_is_rejected_with_a_
 
 def test_too_many_rejected_conversations_are_an_error_that_says_why(tiny_target):
     questions = [Conversation.of([Turn("user", str(n)), Turn("user", "b")]) for n in range(3)]
-    with pytest.raises(
-        DataError, match=r"3 of 4 .*\(75\.0%\), max_rejected_share allows 5\.0%(.|\n)*no supervised token"
-    ):
+    with pytest.raises(DataError, match=r"3 of 4 .*\(75\.0%\), max_rejected_share allows 5\.0%(.|\n)*it has no answer"):
         tokenize([*questions, spoken(1)], tiny_target, data(), 64)
     with pytest.raises(DataError, match="1 of 1 conversations give no sample"):
         tokenize(questions[:1], tiny_target, data(max_rejected_share=1), 64)

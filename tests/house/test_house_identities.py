@@ -169,7 +169,7 @@ SETTINGS = [
         own,
         {
             *("mode", "endpoint", "thinking", "max_new_tokens", "temperature", "top_p", "top_k"),
-            *("repetition_penalty", "seed"),
+            *("repetition_penalty", "seed", "continue_after_cut"),
         },
         {"batch_size"},
         {"endpoint": ENDPOINT},

@@ -96,7 +96,7 @@ def test_what_ends_a_moment_later_is_not_told(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_a_fixture_of_the_session_starts_is_left_to_it_with_its_children(watch: LeftoverWatch, tmp_path: Path):
-    script = f"read line; sleep 1000 & touch {tmp_path / 'started'}; wait"
+    script = f"read line; sleep 1000 & : > {tmp_path / 'started'}; wait"
     with watch.lasting():
         server = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, text=True)
         listening = socket.create_server(("127.0.0.1", 0))

@@ -78,7 +78,7 @@ WARNINGS = {
     "answers as long as samples": ({"responses": {"max_new_tokens": 96}}, "leaves no room for its prompt"),
     "cut": (
         {"max_length": 20, "responses": {"mode": "passthrough"}, "strategies": strategy("eagle3", ttt_length=2)},
-        "max_length 20 cuts 26 of the 26 rows to train on",
+        "max_length 20 cuts 19 of the 26 rows to train on",
     ),
     "gate of fewer samples than a batch": (
         {"capture": {"storage": "fp8"}, "gates": {"fp8_samples": 4}},

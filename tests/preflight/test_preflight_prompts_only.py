@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from chat_tokenizers import DROPS_THOUGHTS
+import pytest
+from chat_tokenizers import FORGETS, KEEPS_APART
 
 PROMPTS = [{"messages": [{"role": "user", "content": f"What is {n}?"}]} for n in range(40)]
 PARTS = (
@@ -44,21 +45,40 @@ def test_as_an_eval_set_they_are_measured_on_beside_data_with_answers(fleet):
         assert fleet.check().errors == []
 
 
-def test_answers_that_the_target_gives_anew_need_not_be_printed_by_its_template(fleet):
-    """Data with thoughts, and a template that moves them."""
-    template = DROPS_THOUGHTS.replace("<|start|>", "<|im_start|>").replace("<|end|>", "<|im_end|>")
+@pytest.mark.parametrize("mode", ["regenerate", "passthrough"])
+def test_answers_with_thoughts_are_learnt_where_the_template_moves_or_drops_them(fleet, mode):
+    answers = [{"content": "<think>\nhm {n}\n</think>\n\nIt."}, {"content": "It.", "reasoning_content": "hm {n}"}]
+    template = KEEPS_APART.replace("<|start|>", "<|im_start|>").replace("<|end|>", "<|im_end|>")
     rows = [
         {
             "messages": [
                 {"role": "user", "content": f"What is {n}?"},
-                {"role": "assistant", "content": f"<think>\nhm {n}\n</think>\n\nIt."},
+                said,
+                {"role": "user", "content": "And why?"},
+                said,
             ]
         }
         for n in range(40)
+        for said in [{"role": "assistant"} | {key: text.format(n=n) for key, text in answers[n % 2].items()}]
     ]
     fleet.write_rows(rows)
-    with_template(fleet, template)
+    with_template(fleet, template, responses={"mode": mode, "max_new_tokens": 24})
     assert fleet.check().errors == []
+
+
+def test_answers_that_a_server_could_not_get_are_refused_with_the_place(fleet):
+    """Every prompt opens a thought, as of QwQ, and the data has none."""
+    template = FORGETS + "{{- '<think>\\n' -}}{%- endif -%}"
+    with_template(fleet, template.replace("<|start|>", "<|im_start|>").replace("<|end|>", "<|im_end|>"),
+                  responses={"mode": "passthrough"})  # fmt: skip
+    (error,) = [text for text in fleet.check().errors if "a server's prompt ends with '<think>\\n'" in text]
+    assert "let the target answer (responses.mode regenerate)" in error
+
+
+def test_what_rows_say_and_nobody_reads_is_noted(fleet):
+    fleet.write_rows([{**row, "notes": ["a"]} for row in PROMPTS])
+    (note,) = [text for text in fleet.check().notes if "not read" in text]
+    assert note == "data set chats: of its first 40 rows these keys are not read: notes (40 rows)"
 
 
 def test_a_template_that_does_not_print_what_is_asked_is_refused(fleet):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from draftworks.config.run_files import TargetFiles
+from draftworks.data.token_rows import TokenRow
 
 SPECIAL = ("<s>", "</s>", "<unk>", "<|start|>", "<|end|>", "[INST]", "[/INST]")
 WORDS = (
@@ -57,6 +59,18 @@ DROPS_THOUGHTS = (
     "{%- if enable_thinking is defined and not enable_thinking -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}{%- endif -%}"
 )
 OPENS_THOUGHT = DROPS_THOUGHTS.replace("{{- '<|start|>assistant\\n' -}}", "{{- '<|start|>assistant\\n<think>\\n' -}}")
+FORGETS = (
+    "{%- for m in messages -%}{%- set content = m['content'] -%}{%- if m['role'] == 'assistant' -%}"
+    "{%- set content = content.split('</think>')[-1].lstrip() -%}{%- endif -%}"
+    "{{- '<|start|>' + m['role'] + '\\n' + content + '<|end|>\\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|start|>assistant\\n' -}}"
+)
+"""As QwQ and DeepSeek R1 print answers: never with their thoughts."""
+KEEPS_APART = DROPS_THOUGHTS.replace(
+    "{%- if m['role'] == 'assistant' and '</think>' in content -%}",
+    "{%- if m.reasoning_content is string -%}{%- set thought = m.reasoning_content -%}"
+    "{%- elif m['role'] == 'assistant' and '</think>' in content -%}",
+)
 BLANKS = CHATML.replace("m['content'] + '<|end|>\\n'", "m['content'] + '  \\n<|end|>\\n'")
 TEMPLATES = {
     "chatml": CHATML,
@@ -109,3 +123,14 @@ def make_chat_target(folder: Path, tokenizer: str, template: str) -> TargetFiles
     (folder / "chat_template.jinja").write_text(template)
     fields = {"digest": "0" * 16, "tokenizer_digest": "0" * 16, "num_layers": 8, "hidden_size": 32}
     return TargetFiles(name="toy", model=str(folder), tokenizer=str(folder), vocab_size=size, context=4096, **fields)
+
+
+def list_runs(rows: Iterable[TokenRow]) -> list[tuple[list[int], list[int]]]:
+    """The supervised runs of samples, each with all ids before it."""
+    found = []
+    for row in rows:
+        ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
+        starts = [at for at in range(len(ids)) if mask[at] and not (at and mask[at - 1])]
+        ends = [next((at for at in range(start, len(ids)) if not mask[at]), len(ids)) for start in starts]
+        found += [(ids[:start], ids[start:end]) for start, end in zip(starts, ends)]
+    return found

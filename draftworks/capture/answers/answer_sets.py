@@ -21,7 +21,7 @@ from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import EngineIdentity, digest
 
 CONVERSATIONS = "conversations"
-RECORD_SCHEMA = 3
+RECORD_SCHEMA = 4
 """Version of the record that `Dialogue.to_record` writes. Another version uses another file."""
 MAX_LOGGED_REJECTIONS = 5
 

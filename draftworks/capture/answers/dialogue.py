@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -38,19 +39,22 @@ class Dialogue:
         DataError: no assistant turn to generate, the template refuses the conversation, or the prompt leaves no room.
     """
 
-    def __init__(self, conversation: Conversation, chat: ChatTokenizer, max_length: int) -> None:
+    def __init__(
+        self, conversation: Conversation, chat: ChatTokenizer, max_length: int, continue_after_cut: bool = True
+    ) -> None:
         self.id = conversation.id
         self.chat = chat
         self._max_length = max_length
+        self._continue_after_cut = continue_after_cut
         self._questions = require_questions(conversation.turns)
         self._num_questions = len(self._questions)
-        self._turns = list(self._questions.pop(0))
+        self._turns = list(self._questions.pop(0).turns)
         self.ids = chat.encode_prompt(self._turns)
         self._spans: list[tuple[int, int]] = []
         self._earlier_samples: list[dict[str, Any]] = []
         self._num_answers = 0
         self.num_generated = 0
-        self._unfinished = False
+        self._unfinished = 0
         self.done = False
         self.stop_reason: str | None = None
         self.refusal: str | None = None
@@ -90,11 +94,11 @@ class Dialogue:
         self.num_generated += len(response.ids)
         self.ids = [*self.ids, *response.ids]
         self._turns.append(Turn("assistant", self.chat.decode(response.ids)))
-        self._unfinished = not response.finished
-        if self._unfinished or not self._questions:
+        self._unfinished += not response.finished
+        if not self._questions or not (response.finished or self._continue_after_cut):
             self.done = True
             return
-        following = self._questions.pop(0)
+        following = self._questions.pop(0).turns
         try:
             continued = self.chat.encode_prompt([*self._turns, *following])
         except DataError as error:
@@ -115,16 +119,15 @@ class Dialogue:
     def to_record(self) -> dict[str, Any]:
         """Return the record for the file of finished answers.
 
-        It has the last sample, whether its last answer was cut by a limit (`unfinished`), and how many answers were
-        never generated because the conversation stopped (`dropped_turns`). `earlier` has the samples that end with
-        earlier answers.
+        It has the last sample, how many answers were cut by a limit (`unfinished`), and how many were never generated because
+        the conversation stopped (`dropped_turns`). `earlier` has the samples that end with earlier answers.
         """
         earlier = {"earlier": self._earlier_samples} if self._earlier_samples else {}
         return {
             "id": self.id,
             **self._make_sample(),
             **earlier,
-            "turns": [[turn.role, turn.content] for turn in self._turns],
+            "turns": [list(astuple(turn)) for turn in self._turns],
             "unfinished": self._unfinished,
             "dropped_turns": self._num_questions - self._num_answers,
         }
@@ -134,13 +137,17 @@ def build_token_rows(record: Mapping[str, Any], original: Conversation, only_las
     """Return the tokenized samples of a record; the masks are true on the generated tokens (or the last turn's) only.
 
     The last sample has the id of the conversation; earlier ones have that id with a number appended. With
-    `only_last_turn` there is only the last sample.
+    `only_last_turn` there is only the last sample. Answers of turns that the data excludes from training are not learnt, and a
+    sample of such answers alone is left out.
     """
-    last = _make_token_row(record, original.id, original, only_last_turn)
+    trained = iter([question.answer.trained for question in require_questions(original.turns)])
+    samples = [*record.get("earlier", []), {"ids": record["ids"], "generated": record["generated"]}]
+    learnt = [(each["ids"], [span for span in each["generated"] if next(trained)]) for each in samples]
+    learnt = [(ids, spans) for ids, spans in learnt if spans]
     if only_last_turn:
-        return [last]
-    earlier = enumerate(record.get("earlier", []), start=1)
-    return [*(_make_token_row(sample, f"{original.id}.{number}", original) for number, sample in earlier), last]
+        learnt = [(ids, spans[-1:]) for ids, spans in learnt[-1:]]
+    names = [*(f"{original.id}.{number}" for number in range(1, len(learnt))), original.id]
+    return [_make_token_row(ids, spans, name, original) for name, (ids, spans) in zip(names, learnt)]
 
 
 def build_conversation(record: Mapping[str, Any], original: Conversation) -> Conversation:
@@ -149,16 +156,17 @@ def build_conversation(record: Mapping[str, Any], original: Conversation) -> Con
 
 
 def _make_token_row(
-    sample: Mapping[str, Any], sample_id: str, original: Conversation, only_last_turn: bool = False
+    ids: Sequence[int], spans: Sequence[tuple[int, int]], sample_id: str, original: Conversation
 ) -> TokenRow:
-    mask = np.zeros(len(sample["ids"]), dtype=np.bool_)  # (S,)
-    for start, end in sample["generated"][-1 if only_last_turn else 0 :]:
+    mask = np.zeros(len(ids), dtype=np.bool_)  # (S,)
+    for start, end in spans:
         mask[start:end] = True
-    return TokenRow(sample_id, np.array(sample["ids"], dtype=np.int32), mask, original.columns)
+    return TokenRow(sample_id, np.array(ids, dtype=np.int32), mask, original.columns)
 
 
 def digest_questions(conversation: Conversation) -> str:
-    """Return the digest of what a conversation asks: its questions, and whether they are asked with thinking.
+    """Return the digest of what a conversation asks: its questions, what of the answers is learnt, and whether they are asked
+    with thinking.
 
     The id where it asks nothing, which is rejected under that id later.
     """
@@ -166,10 +174,19 @@ def digest_questions(conversation: Conversation) -> str:
         questions = require_questions(conversation.turns)
     except DataError:
         return conversation.id
-    return digest([[digest_turns(turns) for turns in questions], read_asked_thinking(conversation.columns)])
+    asked = [[digest_turns(each.turns), each.answer.trained] for each in questions]
+    return digest([asked, read_asked_thinking(conversation.columns)])
 
 
-def require_questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
+@dataclass(frozen=True)
+class Question:
+    """The turns before an answer, from the answer before it on, and the turn that the target answers instead."""
+
+    turns: tuple[Turn, ...]
+    answer: Turn
+
+
+def require_questions(turns: tuple[Turn, ...]) -> list[Question]:
     """Return, for each assistant turn to generate, the turns between the previous one and it.
 
     Raises:
@@ -181,7 +198,7 @@ def require_questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
             pending.append(turn)
             has_user_turn = has_user_turn or turn.role != "system"
         elif has_user_turn:
-            questions.append(tuple(pending))
+            questions.append(Question(tuple(pending), turn))
             pending, has_user_turn = [], False
         elif not questions:
             pending.append(turn)

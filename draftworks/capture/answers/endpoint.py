@@ -61,7 +61,7 @@ def build_request_fields(
 
 def to_messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
     """Return turns as messages of the chat completions API."""
-    return [{"role": turn.role, "content": turn.content} for turn in turns]
+    return [turn.to_message() for turn in turns]
 
 
 _LONGEST_WAIT_S = 30.0

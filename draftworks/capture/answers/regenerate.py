@@ -268,7 +268,9 @@ class _Regeneration:
         return dialogues
 
     def _open_dialogue(self, conversation: Conversation) -> Dialogue:
-        return Dialogue(conversation, self._chat.choose(conversation), self._max_length)
+        return Dialogue(
+            conversation, self._chat.choose(conversation), self._max_length, self._run.responses.continue_after_cut
+        )
 
     def _find_problem(self, conversation: Conversation) -> str | None:
         """Return why no answer can be generated for a conversation; None if one can."""

@@ -14,7 +14,7 @@ from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.findings import WALK, Finding
 from draftworks.evaluation.report.late_fall import find_late_fall
 from draftworks.evaluation.report.markdown_tables import render_table
-from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.report import NOT_MEASURED, Report
 from draftworks.evaluation.report.slices import POSITION
 from draftworks.evaluation.report.summary import DIFFERENCES, TRAINED
 from draftworks.evaluation.report.tables import select_slices_to_show
@@ -144,7 +144,8 @@ def _render_eval_data(report: Report) -> str:
     if acceptance is not None:
         parts.append(f"{acceptance.prompts:,} prompts")
         parts.append(f"{acceptance.passes:,} passes of up to {report.draft_tokens} draft tokens")
-    return f"Measured on {', '.join(parts)}."
+    missing = [f"{count:,} {NOT_MEASURED[name]}" for name, count in report.provenance.get("not_measured", {}).items()]
+    return f"Measured on {', '.join(parts)}." + (f" Of the eval set {'; '.join(missing)}." if missing else "")
 
 
 def _render_exactness(report: Report) -> str:

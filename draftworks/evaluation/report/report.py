@@ -37,6 +37,15 @@ from draftworks.evaluation.report.tables import PromptsByRung, read_prompts, sel
 from draftworks.evaluation.report.thinking import AskedSample, ThinkingComparison, compare_thinking
 from draftworks.evaluation.result import EvalResult
 
+NOT_MEASURED = {
+    "dropped_turns": "turns were left out: no room within max_length, or the template refused to go on",
+    "unfinished_answers": "answers were cut off by max_new_tokens or max_length",
+    "cut_samples": "samples were cut to max_length",
+    "rejected": "conversations gave no sample",
+    "repeated": "conversations were left out, as others ask the same",
+}
+"""Counts of an eval set's summary that say what is not in it, and what a report says of each."""
+
 
 def _now() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)

@@ -156,12 +156,19 @@ def test_a_plain_server_is_told_nothing_that_openai_has_no_field_for(tiny_target
     assert {body["model"] for body in fake.asked} == {tiny_target.model}
 
 
-def test_an_answer_cut_by_the_limit_ends_its_conversation(tiny_target, tmp_path: Path):
-    fake = FakeChat(tiny_target)
-    with make_endpoint_run(tmp_path, tiny_target, fake, responses={"max_new_tokens": 4}) as run:
+@pytest.mark.parametrize(("goes_on", "asked", "dropped"), [(True, 12, 0), (False, 6, 6)])
+def test_a_conversation_goes_on_after_an_answer_that_the_limit_cut_unless_told_otherwise(
+    goes_on, asked, dropped, tiny_target, tmp_path: Path
+):
+    fake, responses = FakeChat(tiny_target), {"max_new_tokens": 4, "continue_after_cut": goes_on}
+    with make_endpoint_run(tmp_path, tiny_target, fake, responses=responses) as run:
         summary = regenerate_run(run)
-    assert (len(fake.asked), summary.missing.unfinished_answers, summary.missing.dropped_turns) == (6, 6, 6)
-    assert {row.supervised for row in rows_of(run)} == {4}
+    assert (len(fake.asked), summary.missing.unfinished_answers, summary.missing.dropped_turns) == (
+        asked,
+        asked,
+        dropped,
+    )
+    assert sum(row.supervised for row in rows_of(run)) == 4 * asked
 
 
 def test_a_server_that_renders_something_else_is_refused(tiny_target, tmp_path: Path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_tokenizers import DATED, TEMPLATES, TOKENIZERS, make_chat_target
+from chat_tokenizers import DATED, TEMPLATES, TOKENIZERS, list_runs, make_chat_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +52,7 @@ def ask_server(chat: ChatTokenizer, turns: list[Turn]) -> list[int]:
 def generate(chat: ChatTokenizer, text: str, in_pieces: bool) -> list[int]:
     """Ids of an answer as a target may generate it: also cut where a tokenizer would not, and ended."""
     parts = list(text) if in_pieces else [text]
-    return [*(token for part in parts for token in chat._plain_ids(part)), chat.eos_ids[-1]]
+    return [*(token for part in parts for token in chat.encode_text(part)), chat.eos_ids[-1]]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -78,17 +78,9 @@ def test_each_turn_is_asked_as_a_server_asks_it(chats, tokenizer, template, said
             turns.append(Turn("assistant", chat.decode(produced[-1])))
     assert dialogue.done
     rows = build_token_rows(dialogue.to_record(), Conversation.of(source))
-    learnt = [run for row in rows for run in runs_of(row)]
+    learnt = list_runs(rows)
     assert [ids for _, ids in learnt] == produced  # all that was generated, and nothing else
     assert [before for before, _ in learnt] == asked  # each after what was asked
-
-
-def runs_of(row: Any) -> list[tuple[list[int], list[int]]]:
-    """The supervised runs of a sample, each with all ids before it."""
-    ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
-    starts = [at for at in range(len(ids)) if mask[at] and not (at and mask[at - 1])]
-    ends = [next((at for at in range(start, len(ids)) if not mask[at]), len(ids)) for start in starts]
-    return [(ids[:start], ids[start:end]) for start, end in zip(starts, ends)]
 
 
 def test_answers_that_are_read_as_they_were_generated_stay_in_one_sample(chats):
@@ -100,17 +92,33 @@ def test_answers_that_are_read_as_they_were_generated_stay_in_one_sample(chats):
         while not dialogue.done:
             dialogue.add(Generated(tuple(generate(chat, "the answer", in_pieces=False)), True))
         (row,) = build_token_rows(dialogue.to_record(), Conversation.of(source))
-        assert len(runs_of(row)) == 3
+        assert len(list_runs([row])) == 3
+
+
+def test_answers_of_turns_that_the_data_excludes_are_read_and_not_learnt(chats):
+    """In one sample with others, or in samples of their own, where the template drops thoughts."""
+    source = [turn for n in range(3) for turn in (Turn("user", f"the {n}"), Turn("assistant", "?", trained=n != 1))]
+    for template, samples in (("chatml", 1), ("drops thoughts", 2)):
+        chat = chats["bytes", template]
+        dialogue = Dialogue(Conversation.of(source), chat, 4096)
+        said = iter(["<think>a</think>the answer", "<think>b</think>target", "<think>c</think>model"])
+        while not dialogue.done:
+            dialogue.add(Generated(tuple(generate(chat, next(said), in_pieces=False)), True))
+        rows = build_token_rows(dialogue.to_record(), Conversation.of(source))
+        assert len(rows) == samples
+        assert [chat.decode(learnt)[-6:] for _, learnt in list_runs(rows)] == ["answer", ">model"]
+        last = build_token_rows(dialogue.to_record(), Conversation.of(source), only_last_turn=True)
+        assert [chat.decode(learnt)[-6:] for _, learnt in list_runs(last)] == [">model"]
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @settings(max_examples=10, deadline=None)
-@given(question=words, answer=words)
+@given(question=words, answer=words.map(str.strip))
 def test_an_answer_known_by_its_text_has_the_ids_that_follow_its_prompt(chats, tokenizer, question, answer):
     chat = chats[tokenizer, "chatml"]
     turns = [Turn("user", question), Turn("assistant", answer)]
     prompt = chat.encode_prompt(turns[:1])
-    whole = chat._plain_ids(chat._render(turns).text)
+    whole = chat.encode_text(chat.render(turns))
     if whole[: len(prompt)] == prompt:  # else the first words and the header share a token
         ids = [*prompt, *chat.encode_answer(turns, ended=True)]
         assert whole[: len(ids)] == ids

@@ -128,10 +128,14 @@ def test_only_last_turn_masks_only_the_last(tiny_target, tmp_path: Path, tiny_en
     assert mask[-1]
 
 
-def test_conversation_stops_at_a_turn_that_was_cut(tiny_target, tmp_path: Path, watched, chat):
-    run = make_run(tiny_target, tmp_path, [conversation(1, exchanges=3)], responses={"max_new_tokens": 1})
+@pytest.mark.parametrize(("goes_on", "turns"), [(True, 6), (False, 2)])
+def test_a_conversation_goes_on_after_a_turn_that_was_cut_unless_told_otherwise(
+    goes_on, turns, tiny_target, tmp_path: Path, watched, chat
+):
+    responses = {"max_new_tokens": 1, "continue_after_cut": goes_on}
+    run = make_run(tiny_target, tmp_path, [conversation(1, exchanges=3)], responses=responses)
     regenerate(run, watched, chat)
-    assert len(next(iter(read_conversations(run.out / CONVERSATIONS))).turns) == 2
+    assert len(next(iter(read_conversations(run.out / CONVERSATIONS))).turns) == turns
 
 
 def test_max_length_is_never_passed(tiny_target, tmp_path: Path, tiny_engine, chat):
@@ -228,7 +232,7 @@ def test_more_dropped_conversations_than_allowed_are_an_error(tiny_target, tmp_p
 
 def test_what_was_not_said_is_counted_also_after_a_resume(tiny_target, tmp_path: Path, watched, chat):
     sources = [conversation(1, exchanges=3), conversation(2), conversation(3, exchanges=2)]
-    run = make_run(tiny_target, tmp_path, sources, responses={"max_new_tokens": 1})
+    run = make_run(tiny_target, tmp_path, sources, responses={"max_new_tokens": 1, "continue_after_cut": False})
     for resumed in (0, 3):
         summary = regenerate(run, watched, chat)
         assert summary.resumed == resumed

@@ -34,6 +34,15 @@ def test_headline_is_the_walk_with_interval_tokens_per_pass_and_speed_up() -> No
     assert "1.50× as fast as plain decoding (greedy, 3 prompts)" in headline
 
 
+def test_what_of_the_eval_set_was_not_measured_is_said() -> None:
+    report = full_report()
+    assert "Of the eval set" not in render_report(report)
+    told = replace(report, provenance={"not_measured": {"dropped_turns": 57, "unfinished_answers": 1200}})
+    assert "passes of up to" in render_report(told)
+    assert "Of the eval set 57 turns were left out: no room within max_length" in render_report(told)
+    assert "; 1,200 answers were cut off by max_new_tokens or max_length." in render_report(told)
+
+
 def test_headline_without_a_walk_says_which_rung_it_is() -> None:
     assert "`simulated_acc_len` **1.20** (rung 1)" in render_report(rungs_0_and_1()).splitlines()[0]
 
