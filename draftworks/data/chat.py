@@ -129,7 +129,10 @@ class ChatTokenizer:
         Raises:
             DataError: it does not print the turn exactly once.
         """
-        text = self.render([*turns[:-1], replace(turns[-1], content=SENTINEL)])
+        return self._render_after(turns, len(turns) - 1)
+
+    def _render_after(self, turns: Sequence[Turn], number: int) -> str:
+        text = self.render([replace(turn, content=SENTINEL) if n == number else turn for n, turn in enumerate(turns)])
         _, found, after = text.partition(SENTINEL)
         if not found or SENTINEL in after:
             raise DataError(f"{self.name}: the chat template does not print the last assistant turn exactly once")
@@ -187,13 +190,27 @@ class ChatTokenizer:
         return [*words, *self.encode_closing(turns)] if ended else words
 
     def encode_closing(self, turns: Sequence[Turn]) -> list[int]:
-        """Return the ids of the special token that closes the last turn, an assistant's; empty if there is none.
+        """Return the ids of what closes the last turn, an assistant's; empty if nothing does. Raises as `find_closing`."""
+        return self.encode_text(self.find_closing(turns, self.render_after_answer(turns)))
 
-        Raises:
-            DataError: the template does not print the turn exactly once.
+    def find_closing(self, turns: Sequence[Turn], after: str) -> str:
+        """Return the special tokens that close the last turn, an assistant's, as text; empty if there are none.
+
+        Some templates leave the last turn open. There it is the token behind the turn where the user goes on, if a server
+        stops at it: `<|user|>` for GLM.
+
+        Args:
+            after: what the template prints after the turn's words.
         """
-        after = self.render_after_answer(turns)
-        return self.encode_text(after[: self.end_of_turn.after(after, 0)])
+        closing = after[: self.end_of_turn.after(after, 0)]
+        if closing or after.strip():
+            return closing
+        try:
+            following = self._render_after([*turns, *_QUESTION], len(turns) - 1)
+        except DataError:
+            return ""
+        closing = following[: self.end_of_turn.after(following, 0)]
+        return closing if self._tokenizer.convert_tokens_to_ids(closing.strip()) in self.eos_ids else ""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""

@@ -7,16 +7,27 @@ in which the template prints them, or, where it drops them, as the data has them
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import REASONING_KEYS, Conversation, Turn
-from draftworks.data.spans import Span, find_begin_of_thought, find_end_of_thought, find_last_words, holds_words
+from draftworks.data.spans import (
+    Span,
+    fill_empty_thought,
+    find_end_of_thought,
+    find_last_words,
+    find_leading_thought,
+    find_open_thought,
+    holds_words,
+    make_end_of_thought,
+    measure_common_prefix,
+    take_thought,
+)
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 
@@ -113,61 +124,115 @@ def print_answer(chat: ChatTokenizer, turns: Sequence[Turn]) -> PrintedAnswer:
     """Return the last of these turns, an assistant's, as the target reads its prompt and generates it.
 
     Raises:
-        DataError: the template refuses the turns or does not print the answer's words, or its prompt begins a thought and the
-            answer has none.
+        DataError: the template refuses the turns or does not print the answer's words, or the answer's thought is nowhere in
+            what the target would generate.
     """
-    turn, prompt, whole = turns[-1], chat.render(turns[:-1], add_generation_prompt=True), chat.render(turns)
-    after = chat.render_after_answer(turns)
-    common = len(os.path.commonprefix([prompt, whole]))
-    opened, printed = prompt[common:], whole[common:].removesuffix(after)
-    closing = after[: chat.end_of_turn.after(after, 0)]
-    tail = turn.content[find_end_of_thought(turn.content) :]
-    if find_last_words(printed, tail) is None:
+    turn, history, whole = turns[-1], chat.render(turns[:-1]), chat.render(turns)
+    prompt, after = chat.render(turns[:-1], add_generation_prompt=True), chat.render_after_answer(turns)
+    opened, printed = _part_at_answer(prompt, history, whole.removesuffix(after))
+    if find_last_words(printed, turn.content[find_end_of_thought(turn.content) :]) is None:
         raise DataError(
             f"the chat template changes the assistant's words (beyond white space): of {turn.content[:40]!r} it prints "
             f"{printed[-60:]!r}. Use another template (chat_template)"
         )
-    if opened.strip():
-        return PrintedAnswer(prompt, "", _continue_opened(turn, opened) + closing)
-    start = _find_answer(prompt, printed, turn.content)
+    header = prompt[len(history) :] if prompt.startswith(history) else ""
+    begun = find_open_thought(header or opened)
+    if begun is None:
+        _require_room_for_thoughts(turn, header or opened, opened)
+    repeats = find_leading_thought(turn.content) and (
+        opened.strip() or find_last_words(printed, turn.content) is not None
+    )
+    if begun is not None and (repeats or not find_end_of_thought(printed)):
+        answer = _continue_thought(turn, begun, printed)
+    elif opened.strip():
+        answer = _Answer("" if begun is None else printed[: find_last_words(printed, turn.content)], turn.content)
+    else:
+        answer = _continue_prompt(turn, prompt, printed)
+    return PrintedAnswer(prompt, answer.context, answer.said + chat.find_closing(turns, after))
+
+
+class _Parted(NamedTuple):
+    """The end of a prompt that answers are not printed with, and what is printed in its place, to the answer's end."""
+
+    opened: str
+    printed: str
+
+
+def _part_at_answer(prompt: str, history: str, whole: str) -> _Parted:
+    """Part the rendering of an answer where it leaves the prompt's.
+
+    Args:
+        history: the prompt without the header that opens the answer. Where the answer's turn changes how earlier ones are
+            printed, the header is looked for.
+    """
+    common = measure_common_prefix(prompt, whole)
+    header = prompt[len(history) :] if prompt.startswith(history) else ""
+    if common >= len(history) or not header:
+        return _Parted(prompt[common:], whole[common:])
+    for length in range(len(header), 0, -1):
+        place = whole.rfind(header[:length])
+        if place >= 0:
+            kept = measure_common_prefix(header, whole[place:])
+            return _Parted(header[kept:], whole[place + kept :])
+    return _Parted(prompt[common:], whole[common:])
+
+
+class _Answer(NamedTuple):
+    context: str
+    said: str
+
+
+def _continue_prompt(turn: Turn, prompt: str, printed: str) -> _Answer:
+    """Return the answer from what the template prints after the prompt. Blanks there belong to it."""
+    start = find_last_words(printed, turn.content)
     if turn.reasoning:
-        if not holds_words(printed[:start], turn.reasoning):
+        if holds_words(printed[:start], turn.reasoning):
+            return _Answer("", printed)
+        filled = fill_empty_thought(printed[:start], turn.reasoning)
+        if filled is None:
             raise DataError(
                 f"the chat template does not print the thoughts that the data keeps apart ({', '.join(REASONING_KEYS)}), "
                 f"{turn.reasoning[:40]!r}: put them into the content, as the target writes them, or use another template "
                 "(chat_template)"
             )
-        start = 0
-    if start is None:  # the template drops the thoughts
-        return PrintedAnswer(prompt, "", turn.content + closing)
+        return _Answer("", filled + printed[len(printed[:start]) :])
+    begin = find_leading_thought(turn.content)
+    if start is None and begin is not None and prompt.rstrip().endswith(begin[0]):
+        start = find_last_words(printed, turn.content[begin.end() :])
+    if start is None or (begin is not None and find_end_of_thought(printed[:start])):
+        return _Answer("", turn.content)  # the template drops the thoughts, or prints an empty one before them
     if not printed[:start].strip():
-        start = 0  # blanks after the prompt are generated, often in one token with the first word
-    return PrintedAnswer(prompt, printed[:start], printed[start:] + closing)
+        start = 0
+    return _Answer(printed[:start], printed[start:])
 
 
-def _find_answer(prompt: str, printed: str, content: str) -> int | None:
-    """Return where an answer begins in what follows its prompt; that may have the mark with which the answer's thought begins."""
-    start, begin = find_last_words(printed, content), find_begin_of_thought(content)
-    if start is not None or begin is None or content[: begin.start()].strip():
-        return start
-    return find_last_words(printed, content[begin.end() :]) if prompt.rstrip().endswith(begin[0]) else None
-
-
-def _continue_opened(turn: Turn, opened: str) -> str:
-    """Return what the target generates after a prompt that ends with `opened`, which the template does not print in answers."""
-    begin = find_begin_of_thought(opened)
-    if begin is None or find_end_of_thought(opened):
-        if turn.reasoning or find_end_of_thought(turn.content):
-            raise DataError(f"a server's prompt ends with {opened!r}, without a thought, and the data's answer has one")
-        return turn.content
-    if turn.reasoning:
-        line = "\n" if opened.endswith("\n") else ""
-        end = begin[0].replace(begin[1], f"/{begin[1]}")
-        return f"{turn.reasoning.strip()}{line}{end}{2 * line}{turn.content}"
-    if not find_end_of_thought(turn.content):
+def _require_room_for_thoughts(turn: Turn, header: str, opened: str) -> None:
+    """Raise DataError if an answer has a thought, and its prompt has ended the thought already, or ends in another way."""
+    thinks = bool(turn.reasoning or find_end_of_thought(turn.content))
+    is_closed = not header[find_end_of_thought(header) :].strip() and bool(find_end_of_thought(header))
+    if thinks and (is_closed or (turn.reasoning and opened.strip())):
         raise DataError(
-            f"a server's prompt ends with {opened!r}, so that the target's answer begins with a thought, and the data's answer "
-            f"{turn.content[:40]!r} has none: let the target answer (responses.mode regenerate), or use another template"
+            f"a server's prompt ends with {header[-60:]!r}, and the data's answer has a thought: set responses.thinking to true, "
+            "where the template has that switch, or leave the thoughts out"
         )
-    written = re.match(r"\s*" + r"\s*".join(map(re.escape, opened.split())) + r"\s*", turn.content)
-    return turn.content[written.end() :] if written else turn.content
+
+
+def _continue_thought(turn: Turn, begun: re.Match[str], printed: str) -> _Answer:
+    """Return the answer to a prompt that begins a thought, where answers are printed without thoughts.
+
+    An answer that has none is learnt after an empty one.
+    """
+    line = "\n" if begun.string.endswith("\n") else ""
+    words = turn.content[find_end_of_thought(turn.content) :]
+    whole = find_last_words(printed, turn.content)
+    before = printed[: find_last_words(printed, words) if whole is None else whole].lstrip()
+    context = f"{line}{make_end_of_thought(begun)}{2 * line}{before}"
+    if turn.reasoning:
+        return _Answer("", turn.reasoning.strip() + context + turn.content)
+    if words == turn.content:
+        return _Answer(context, turn.content)
+    begin = find_leading_thought(turn.content)
+    if begin is not None and begin[0] != begun[0]:  # in the marks of another family
+        return _Answer("", take_thought(turn.content) + context + words.lstrip())
+    said = turn.content if begin is None else turn.content[begin.end() :]
+    return _Answer("", said.lstrip("\n") if line else said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -26,9 +27,11 @@ class Rendered(NamedTuple):
 SENTINEL = "\ue0f0draftworks\ue0f1"
 """Placeholder for an assistant turn's content; private-use characters, which no data or template contains."""
 
-_BEGIN_OF_THOUGHT, _END_OF_THOUGHT = (
-    re.compile(rf"[<\[◁]{slash}((?:\w+:)?\w*think\w*|thought|reasoning)[▷\]>]", re.IGNORECASE) for slash in ("", "/")
-)
+_NAME_OF_THOUGHT = r"(?:\w+:)?\w*think\w*(?::\w+)?|thought|reasoning"
+_BEGIN_OF_THOUGHT = re.compile(rf"[<\[◁]({_NAME_OF_THOUGHT})[▷\]>]|<\|(?:START_)?(THINK(?:ING)?)\|>", re.IGNORECASE)
+_END_OF_THOUGHT = re.compile(rf"[<\[◁]/(?:{_NAME_OF_THOUGHT})[▷\]>]|<\|END_THINK(?:ING)?\|>", re.IGNORECASE)
+_EMPTY_THOUGHT = re.compile(rf"({_BEGIN_OF_THOUGHT.pattern})(\s*)(?={_END_OF_THOUGHT.pattern})", re.IGNORECASE)
+_MARKUP = re.compile(r"<[^<>\n]*>|\[/?\w+\]|◁[^▷\n]*▷")
 
 
 def find_last_words(text: str, words: str) -> int | None:
@@ -73,9 +76,43 @@ def find_marked_turns(text: str, marked: Sequence[Span], contents: Sequence[str]
     return found
 
 
-def find_begin_of_thought(text: str) -> re.Match[str] | None:
-    """Return the first mark that begins a thought, such as `<think>`; its first group is the mark's name."""
-    return _BEGIN_OF_THOUGHT.search(text)
+def measure_common_prefix(first: str, second: str) -> int:
+    """Return how many characters two texts begin with, without the beginning of a mark such as `<think>` that parts them."""
+    common = len(os.path.commonprefix([first, second]))
+    marks = (mark for text in (first, second) for mark in _MARKUP.finditer(text, max(0, common - 100), common + 100))
+    return min((mark.start() for mark in marks if mark.start() < common < mark.end()), default=common)
+
+
+def find_leading_thought(text: str) -> re.Match[str] | None:
+    """Return the mark, such as `<think>`, with which a text begins a thought; None if it begins otherwise."""
+    return _BEGIN_OF_THOUGHT.match(text, len(text) - len(text.lstrip()))
+
+
+def take_thought(text: str) -> str:
+    """Return the thought of a text that begins with one, without its marks."""
+    begin = find_leading_thought(text)
+    ends = list(_END_OF_THOUGHT.finditer(text))
+    return "" if begin is None or not ends else text[begin.end() : ends[-1].start()].strip()
+
+
+def find_open_thought(text: str) -> re.Match[str] | None:
+    """Return the mark of the thought that a text begins and does not end; None if there is none."""
+    return _BEGIN_OF_THOUGHT.search(text, find_end_of_thought(text))
+
+
+def make_end_of_thought(begin: re.Match[str]) -> str:
+    """Return the mark that ends a thought which `begin` begins: `</think>`."""
+    name = begin[1] or begin[2]
+    return begin[0].replace(name, f"/{name}", 1) if begin[1] else begin[0].replace("START", "END", 1)
+
+
+def fill_empty_thought(text: str, thought: str) -> str | None:
+    """Return the text with a thought between the first marks that have none between them; None without such marks."""
+    empty = _EMPTY_THOUGHT.search(text)
+    if empty is None:
+        return None
+    line = "\n" if "\n" in empty[empty.lastindex or 0] else ""
+    return f"{text[: empty.start()]}{empty[1]}{line}{thought.strip()}{line}{text[empty.end() :]}"
 
 
 def find_end_of_thought(text: str) -> int:

@@ -132,7 +132,6 @@ def test_thoughts_that_data_keeps_apart_are_learnt_as_the_template_prints_them(t
         ("<think>\n", "it is\n</think>\n\nso", "it is\n</think>\n\nso"),
         ("<think>", "<think>it is</think>so", "it is</think>so"),
         ("", "<think>\nit is\n</think>\n\nso", "<think>\nit is\n</think>\n\nso"),
-        ("<think>\n\n</think>\n\n", "so", "so"),
     ],
 )
 def test_a_template_that_never_prints_thoughts_has_them_learnt_as_the_target_writes_them(
@@ -142,21 +141,92 @@ def test_a_template_that_never_prints_thoughts_has_them_learnt_as_the_target_wri
     before = "<|start|>user\na<|end|>\n<|start|>assistant\n"
     assert learn(tmp_path, template, talk("a", inline)) == [f"{before}{opened}{{{learnt}<|end|>}}"]
     rows = learn(tmp_path, template, talk("a", inline, "b", inline))
-    assert rows[1].startswith(before + "so<|end|>\n<|start|>user\nb") or opened.endswith("</think>\n\n")
-    if opened in ("<think>\n", "<think>"):
+    assert rows[1].startswith(before + "so<|end|>\n<|start|>user\nb")
+    if opened:
         apart = [Turn("user", "a"), Turn("assistant", "so", reasoning="it is")]
         assert learn(tmp_path, template, apart) == [f"{before}{opened}{{{learnt}<|end|>}}"]
 
 
-def test_an_answer_without_a_thought_is_refused_where_every_prompt_begins_one(tmp_path):
-    template = FORGETS + "{{- '<think>\\n' -}}{%- endif -%}"
-    with pytest.raises(DataError, match=r"prompt ends with '<think>\\n', .* the data's answer 'so' has none: let the"):
-        learn(tmp_path, template, talk("a", "so"))
+FAMILIES = {
+    "GLM 4.7": (
+        "{{- '<|start|>assistant\n' + ('<think>' + m.reasoning_content + '</think>' if m.reasoning_content is string else '</think>')"
+        " + content + '<|end|>' -}}",
+        "<think>",
+    ),
+    "MiniMax M2": (
+        "{{- '<|start|>assistant\n' + ('<think>\n' + m.reasoning_content + '\n</think>\n\n' if m.reasoning_content is string"
+        " else '') + content + '<|end|>' -}}",
+        "<think>\n",
+    ),
+    "Command A": (
+        "{{- '<|start|>assistant\n' + ('<|START_THINKING|>' + m.reasoning_content + '<|END_THINKING|>' if m.reasoning_content is"
+        " string else '') + '<|START_TEXT|>' + content + '[/INST]<|end|>' -}}",
+        "<|START_THINKING|>",
+    ),
+    "Kimi K2": ("{{- '<|start|>assistant\n<think></think>' + content + '<|end|>' -}}", ""),
+    "Nemotron": ("{{- '<|start|>assistant\n<think>\n' + content + '<|end|>' -}}", "<think>\n"),
+    "Apertus": ("{{- '<|start|>assistant\n' + content + ('' if loop.last else '<|end|>') -}}", ""),
+    "LFM2": (
+        "{{- '<|start|>assistant\n' + (content if loop.index0 == ns.last else content.split('</think>')[-1].lstrip()) + '<|end|>' -}}",
+        "",
+    ),
+}
+"""What templates of families do: how an answer is printed, and what follows the header of the prompt."""
+
+
+def family(name: str) -> str:
+    answer, opened = FAMILIES[name]
+    return (
+        "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}"
+        "{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}{%- for m in messages -%}{%- set content = m['content'] -%}"
+        "{%- if m['role'] == 'assistant' -%}"
+        + answer
+        + "{%- else -%}{{- '<|start|>user\n' + content + '<|end|>' -}}{%- endif -%}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|start|>assistant\n" + opened + "' -}}{%- endif -%}"
+    ).replace("\n", "\\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "thinking"),
+    [
+        ("GLM 4.7", "<think></think>{so<|end|>}", "<think>{hm</think>so<|end|>}"),
+        ("MiniMax M2", "<think>\n\n</think>\n\n{so<|end|>}", "<think>\n{hm\n</think>\n\nso<|end|>}"),
+        (
+            "Command A",
+            "<|START_THINKING|><|END_THINKING|><|START_TEXT|>{so[/INST]<|end|>}",
+            "<|START_THINKING|>{hm<|END_THINKING|><|START_TEXT|>so[/INST]<|end|>}",
+        ),
+        ("Kimi K2", "<think></think>{so<|end|>}", "{<think>hm</think>so<|end|>}"),
+        ("Nemotron", "<think>\n\n</think>\n\n{so<|end|>}", "<think>\n{hm\n</think>\n\nso<|end|>}"),
+        ("Apertus", "{so<|end|>}", None),
+        ("LFM2", "{so<|end|>}", None),
+    ],
+)
+def test_answers_of_every_family_are_learnt_in_its_own_form(name, plain, thinking, tmp_path):
+    """An answer without a thought after an empty one, where every prompt begins a thought."""
+    before = "<|start|>user\na<|end|><|start|>assistant\n"
+    assert learn(tmp_path / "plain", family(name), talk("a", "so")) == [before + plain]
+    inline = "<think>\nhm\n</think>\n\nso" if "\n" in (thinking or "\n") else "<think>hm</think>so"
+    (learnt,) = learn(tmp_path / "inline", family(name), talk("a", inline))
+    assert learnt == before + (thinking or f"{{{inline}<|end|>}}")
+    if thinking is not None:
+        apart = [Turn("user", "a"), Turn("assistant", "so", reasoning="hm")]
+        assert learn(tmp_path / "apart", family(name), apart) == [before + thinking]
+    last = learn(tmp_path / "turns", family(name), talk("a", inline, "b", inline))[-1]
+    assert last.endswith(learnt.removeprefix(before)[-20:])
+    assert "<|start|>user\nb<|end|><|start|>assistant\n" in last
+
+
+def test_thoughts_are_refused_where_every_prompt_has_ended_the_thought(tmp_path):
     closed = FORGETS + "{{- '<think></think>' -}}{%- endif -%}"
-    with pytest.raises(
-        DataError, match=r"ends with '<think></think>', without a thought, and the data's answer has one"
-    ):
-        learn(tmp_path, closed, talk("a", "<think>b</think>so"))
+    for said in (Turn("assistant", "<think>b</think>so"), Turn("assistant", "so", reasoning="b")):
+        with pytest.raises(
+            DataError, match=r"ends with '.*<think></think>', and the data's answer has a thought: set resp"
+        ):
+            learn(tmp_path, closed, [Turn("user", "a"), said])
+    assert learn(tmp_path, closed, talk("a", "so")) == [
+        "<|start|>user\na<|end|>\n<|start|>assistant\n<think></think>{so<|end|>}"
+    ]
 
 
 def test_answers_are_closed_as_they_are_generated_and_read_as_they_are_sent(tmp_path):

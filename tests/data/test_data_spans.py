@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.spans import EndOfTurn, find_begin_of_thought, find_end_of_thought, find_last_words
+from draftworks.data.spans import (
+    EndOfTurn,
+    fill_empty_thought,
+    find_end_of_thought,
+    find_last_words,
+    find_leading_thought,
+    find_open_thought,
+    make_end_of_thought,
+    measure_common_prefix,
+)
 
 words = st.text(alphabet="ab \n", max_size=6)
 
@@ -27,18 +37,49 @@ def test_a_text_that_ends_with_other_words_has_them_nowhere():
     assert find_last_words("i", "hi") is None
 
 
-def test_marks_of_thoughts_are_those_of_every_family():
-    for begin, end in (
+THOUGHTS = (
+    *(
         ("<think>", "</think>"),
         ("<seed:think>", "</seed:think>"),
+        ("<think:free>", "</think:free>"),
         ("[THINK]", "[/THINK]"),
-        ("◁think▷", "◁/think▷"),
-    ):
-        text = f"{begin}a{end}b"
-        assert find_begin_of_thought(text)[0] == begin
-        assert text[find_end_of_thought(text) :] == "b"
-    assert find_begin_of_thought("<thinks about>") is None
+    ),
+    *(("◁think▷", "◁/think▷"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("<reasoning>", "</reasoning>")),
+)
+
+
+@pytest.mark.parametrize(("begin", "end"), THOUGHTS)
+def test_marks_of_thoughts_are_those_of_every_family(begin, end):
+    text = f"{begin}a{end}b"
+    assert find_leading_thought(f"\n{text}")[0] == begin
+    assert find_leading_thought(f"b{text}") is None
+    assert make_end_of_thought(find_leading_thought(text)) == end
+    assert text[find_end_of_thought(text) :] == "b"
+    assert find_open_thought(text) is None
+    assert find_open_thought(f"{text}{begin}\n")[0] == begin
+    assert fill_empty_thought(f"a{begin}{end}b", "hm") == f"a{begin}hm{end}b"
+    assert fill_empty_thought(f"{begin}\n\n{end}\n\n", " hm ") == f"{begin}\nhm\n{end}\n\n"
+    assert fill_empty_thought(f"{begin}so{end}", "hm") is None
+
+
+def test_what_is_no_mark_of_a_thought_is_none():
+    assert find_leading_thought("<thinks about>") is None
     assert find_end_of_thought("a < b > c") == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "common"),
+    [
+        ("a<think>", "a</think>", "a"),
+        ("a<|START_THINKING|>", "a<|START_TEXT|>b", "a"),
+        ("a[THINK]", "a[/THINK]", "a"),
+        ("ab", "ab<c>", "ab"),
+        ("a <b and c", "a <b and d", "a <b and "),
+        ("same", "same", "same"),
+    ],
+)
+def test_texts_part_before_the_mark_that_differs(first, second, common):
+    assert first[: measure_common_prefix(first, second)] == common == second[: measure_common_prefix(second, first)]
 
 
 def test_end_of_turn_is_the_special_token_that_follows():

@@ -67,12 +67,14 @@ def test_answers_with_thoughts_are_learnt_where_the_template_moves_or_drops_them
 
 
 def test_answers_that_a_server_could_not_get_are_refused_with_the_place(fleet):
-    """Every prompt opens a thought, as of QwQ, and the data has none."""
-    template = FORGETS + "{{- '<think>\\n' -}}{%- endif -%}"
+    """Every prompt ends the thought, and the data has one."""
+    template = FORGETS + "{{- '<think></think>' -}}{%- endif -%}"
+    said = {"role": "assistant", "content": "<think>hm</think>It is."}
+    fleet.write_rows([{"messages": [*row["messages"], said]} for row in PROMPTS])
     with_template(fleet, template.replace("<|start|>", "<|im_start|>").replace("<|end|>", "<|im_end|>"),
                   responses={"mode": "passthrough"})  # fmt: skip
-    (error,) = [text for text in fleet.check().errors if "a server's prompt ends with '<think>\\n'" in text]
-    assert "let the target answer (responses.mode regenerate)" in error
+    (error,) = [text for text in fleet.check().errors if "a server's prompt ends with" in text]
+    assert "<think></think>', and the data's answer has a thought: set responses.thinking to true" in error
 
 
 def test_what_rows_say_and_nobody_reads_is_noted(fleet):
