@@ -22,6 +22,7 @@ from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.sglang.job_servers import JobServers
 from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, digest
+from draftworks.targets.stored_head import require_one_head
 
 
 def derive_seed(seed: int, key: str) -> int:
@@ -246,9 +247,11 @@ def load_engine(
 
     Raises:
         ConfigError: the backend is unknown, or the target is missing, unreadable or not a causal language model.
+        StoreError: the target's files hold two heads that differ.
         EngineError: the engine cannot be started or reached, or serves something else.
     """
     module, _, attribute = find_backend(capture.backend).loader.partition(":")
+    require_one_head(target)
     return getattr(importlib.import_module(module), attribute)(target, capture, device, place)
 
 
