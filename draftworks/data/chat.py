@@ -43,6 +43,10 @@ class Encoded(NamedTuple):
     loss_mask: np.ndarray
 
 
+class OutsideVocabulary(DataError):
+    """The tokenizer gives ids that the target's vocabulary does not have."""
+
+
 class ChatTokenizer:
     """A fast tokenizer with a chat template. Create it with `load`.
 
@@ -304,7 +308,7 @@ class ChatTokenizer:
     def _require_ids(self, ids: list[int]) -> np.ndarray:
         array = np.array(ids, dtype=np.int32)
         if array.size and int(array.max()) >= self.vocab_size:
-            raise DataError(
+            raise OutsideVocabulary(
                 f"{self.name}: the tokenizer gives id {array.max()}, the target's vocabulary has {self.vocab_size} ids:"
                 " the tokenizer belongs to another model"
             )

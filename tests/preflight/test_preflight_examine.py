@@ -169,12 +169,21 @@ def test_a_json_list_too_large_to_be_looked_at_is_no_error(fleet, text, monkeypa
     )
 
 
-def test_rows_that_would_stop_the_run_are_a_warning(fleet):
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_that_stop_the_run_are_an_error_where_all_are_known_and_else_a_warning(fleet, whole: bool):
     good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
-    fleet.write_rows([good, {"messages": []}, good, {"nothing": 1}])
+    fleet.write_rows([good, {"messages": []}, good, {"nothing": 1}] + ([] if whole else [good] * 80))
     found = fleet.check()
-    assert found.errors == []
-    assert any("2 of its first 4 rows cannot be used" in warning for warning in found.warnings)
+    if whole:
+        assert any("2 of its 4 rows cannot be used" in error for error in found.errors)
+    else:
+        assert found.errors == []
+    fleet.write_rows(([good, {"messages": []}] * 2) + ([] if whole else [good, {"nothing": 1}] * 40))
+    found = fleet.check()
+    rows = "2 of its 4 rows" if whole else "32 of its first 64 rows"
+    told = found.errors if whole else found.warnings
+    assert any(f"{rows} cannot be used" in each for each in told)
+    assert whole or found.errors == []
 
 
 def test_a_template_that_refuses_every_conversation_is_an_error(fleet):
@@ -213,11 +222,42 @@ def test_a_head_with_a_bias_is_a_warning(fleet):
     assert any("adds lm_head.bias to its logits" in warning for warning in fleet.check().warnings)
 
 
-def test_a_tokenizer_of_another_model_is_noticed(fleet):
+CHATTY = "What is a quaternion, and how does its multiplication table look?"
+
+
+@pytest.mark.parametrize("rows", [20, 200], ids=["all known", "the first known"])
+@pytest.mark.parametrize("kind", ["passthrough", "prompts", "tokens"])
+def test_a_tokenizer_of_another_model_is_an_error_where_data_has_its_ids(fleet, kind: str, rows: int):
+    """Every prompt, answer or row has an id that the model's vocabulary does not have, so the run would stop."""
     config = fleet.own_model() / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 1000}))
+    fleet.write(
+        model=str(config.parent),
+        responses={"mode": "regenerate" if kind == "prompts" else "passthrough"},
+        max_length=512,
+    )
+    turns = {"passthrough": [("user", "{}"), ("assistant", CHATTY)], "prompts": [("user", CHATTY + " {}")]}
+    if kind == "tokens":
+        fleet.write_rows([{"input_ids": [5, 6, 1000 + n], "loss_mask": [0, 1, 1]} for n in range(rows)])
+    else:
+        fleet.write_rows(
+            [
+                {"messages": [{"role": role, "content": text.format(n)} for role, text in turns[kind]]}
+                for n in range(rows)
+            ]
+        )
+    found = fleet.check()
+    assert any("vocabulary" in error for error in found.errors) or any("expected 0 to 999" in e for e in found.errors)
+    assert kind == "tokens" or any("ids up to" in warning for warning in found.warnings)
+
+
+def test_a_tokenizer_with_ids_that_no_data_has_is_a_warning(fleet):
+    config = fleet.own_model() / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 2000}))
     fleet.write(model=str(config.parent), responses={"mode": "passthrough"})
-    assert any("ids up to" in warning for warning in fleet.check().warnings)
+    found = fleet.check()
+    assert any("ids up to" in warning for warning in found.warnings)
+    assert not any("vocabulary" in error for error in found.errors)
 
 
 def test_folders_that_cannot_be_written_are_errors(fleet):
