@@ -13,11 +13,11 @@ from draftworks.errors import ConfigError
 from draftworks.preflight.cached_examination import examine_before_run
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.decisions import check_decision
-from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.fp8_gate import require_passed_fp8_gate
 from draftworks.preflight.machine import check_machine
 from draftworks.preflight.placement import check_placement
+from draftworks.preflight.quantizers import check_quantizer
 from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.asset_names import FP8_GATE, TRAINING_FEATURES, of_strategy

@@ -15,7 +15,6 @@ from draftworks.errors import DraftworksError
 from draftworks.preflight.cached_examination import TARGET_CHECKS, examine_before_run
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.decisions import check_decision
-from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.feature_budget import check_feature_budget
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.fp8_gate import check_fp8_gate
@@ -23,6 +22,7 @@ from draftworks.preflight.machine import check_machine
 from draftworks.preflight.placement import check_placement
 from draftworks.preflight.plausible_values import check_values
 from draftworks.preflight.probe_reach import check_probe_reach
+from draftworks.preflight.quantizers import check_quantizer
 from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.artifacts import ArtifactStore
