@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,10 @@ from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.sglang.job_servers import JobServers
 from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, digest
+from draftworks.targets.machine import describe_computation
 from draftworks.targets.stored_head import require_one_head
+
+log = logging.getLogger(__name__)
 
 
 def derive_seed(seed: int, key: str) -> int:
@@ -252,6 +256,8 @@ def load_engine(
     """
     module, _, attribute = find_backend(capture.backend).loader.partition(":")
     require_one_head(target)
+    if not capture.server.external:
+        log.info("target %s: %s", target.name, describe_computation(capture.compute_dtype, device.type))
     return getattr(importlib.import_module(module), attribute)(target, capture, device, place)
 
 
