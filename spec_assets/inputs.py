@@ -13,15 +13,17 @@ from draftworks.errors import ConfigError
 from draftworks.preflight.cached_examination import examine_before_run
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.decisions import check_decision
-from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.fp8_gate import require_passed_fp8_gate
 from draftworks.preflight.machine import check_machine
+from draftworks.preflight.made_dtypes import check_made_dtypes
 from draftworks.preflight.placement import check_placement
+from draftworks.preflight.quantizers import check_quantizer
 from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.asset_names import FP8_GATE, TRAINING_FEATURES, of_strategy
 from draftworks.storage.identity import digest
+from draftworks.targets.fitted_defaults import describe_fitted
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import (
     digest_datasets,
@@ -58,6 +60,8 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
             " it waits for that one"
         )
     target = workspace.registry.load_target(context.partition_key)
+    for line in describe_fitted(workspace.registry.read_target(target.name), target):
+        context.log.info(f"target {target.name}: {line}")
     files = workspace.resolve_target_files(target.name)
     weights = check_target_weights(files, target.capture.backend, workspace.weight_checks)
     if weights.note is not None:
@@ -142,6 +146,7 @@ def require_sound_target(
     registry, data = workspace.registry, read_data_versions(workspace, target)
     places = Findings()  # of this machine: another may be the one that captures, and this run may need none of it
     check_machine(target, registry, places)
+    check_made_dtypes(target, registry, workspace.artifacts, places)
     check_quantizer(target, files, registry, places)
     entry = Findings()  # of the entry and what it names, whatever the machine
     check_placement(target, registry, entry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -22,6 +23,10 @@ from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.sglang.job_servers import JobServers
 from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, digest
+from draftworks.targets.machine import describe_computation
+from draftworks.targets.stored_head import require_one_head
+
+log = logging.getLogger(__name__)
 
 
 def derive_seed(seed: int, key: str) -> int:
@@ -246,9 +251,13 @@ def load_engine(
 
     Raises:
         ConfigError: the backend is unknown, or the target is missing, unreadable or not a causal language model.
+        StoreError: the target's files hold two heads that differ.
         EngineError: the engine cannot be started or reached, or serves something else.
     """
     module, _, attribute = find_backend(capture.backend).loader.partition(":")
+    require_one_head(target)
+    if not capture.server.external:
+        log.info("target %s: %s", target.name, describe_computation(capture.compute_dtype, device.type))
     return getattr(importlib.import_module(module), attribute)(target, capture, device, place)
 
 

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from draftworks.config.strategies import TargetSizes
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
 
 def choose_eagle_taps(strategy: str, given: list[int] | None, num_layers: int) -> tuple[LayerTap, ...]:
-    """Return the taps of an EAGLE-3-like draft, ascending: the three default ones, or those in `given`. Raises ConfigError."""
+    """Return the taps of an EAGLE-3-like draft, ascending: the three default ones, or those in `given`. Raises ConfigError.
+
+    In a target too shallow for the default ones they are spread over its layers, fewer than three if there are fewer.
+    """
     default = [2, num_layers // 2, num_layers - 3]
+    if not 2 < default[1] < default[2]:
+        default = spread_taps(3, num_layers)
     return parse_taps(strategy, given, default, num_layers, len(default if given is None else given))
+
+
+def spread_taps(count: int, num_layers: int) -> list[int]:
+    """Return so many hf_index values spread evenly over the outputs of all layers but the last, or as many as there are.
+
+    The output of the last layer is no tap; a target of one layer has its embeddings alone.
+    """
+    last = num_layers - 1
+    if last == 0:
+        return [0]
+    count = min(count, last)
+    return [round(1 + i * (last - 1) / max(count - 1, 1)) for i in range(count)]
 
 
 def parse_taps(
@@ -37,6 +57,11 @@ def parse_taps(
     if sorted(ids) != ids:
         raise ConfigError(f"{where}: expected ascending order, so that the inputs of `fc` are unambiguous. {advice}")
     return tuple(LayerTap(k) for k in ids)
+
+
+def fit_draft_vocabulary(default: int, given: Mapping[str, Any], target: TargetSizes) -> int:
+    """Return the default size of a draft's vocabulary, at most that of the target's."""
+    return min(default, target.vocab_size)
 
 
 def check_heads(num_heads: int | None, num_kv_heads: int | None) -> None:

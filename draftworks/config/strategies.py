@@ -6,7 +6,7 @@ import difflib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -140,6 +140,20 @@ def allow_packing(options: StrategyOptions) -> str | None:
 
 
 @dataclass(frozen=True)
+class TargetSizes:
+    """Sizes of a target that its entry and config.json give, without its weights."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_length: int
+
+
+FitDefault = Callable[[Any, Mapping[str, Any], TargetSizes], Any]
+"""What the default of an option becomes for a target, given the default and the other options of the entry."""
+
+
+@dataclass(frozen=True)
 class StrategySpec:
     """Torch-free specification of a strategy.
 
@@ -149,6 +163,8 @@ class StrategySpec:
         uses_last_hidden: whether the teacher is recomputed from the last hidden state.
         uses_vocab_mapping: whether the draft predicts over a reduced vocabulary; its options then have
             `draft_vocab_size`.
+        fitted: by the name of an option, what its default becomes for a target that is too small for it; given the default,
+            the options of the entry and the target's sizes. What an entry says is not changed, and judged by `check`.
         check: raises ConfigError for options that do not fit the target's sizes, beyond the errors of `taps`.
         heads_divide_hidden: whether servers read the draft with a class whose number of heads must divide the hidden size;
             if the target's number does not, the draft has a number of its own.
@@ -165,6 +181,7 @@ class StrategySpec:
     factory: str
     uses_last_hidden: bool = True
     uses_vocab_mapping: bool = False
+    fitted: Mapping[str, FitDefault] = field(default_factory=dict)
     check: Callable[[Any, TargetSizes], None] | None = None
     heads_divide_hidden: bool = False
     packing_refusal: Callable[[Any], str | None] = _refuse_packing
@@ -179,6 +196,16 @@ class StrategySpec:
     def parse_options(self, values: dict[str, Any], where: str) -> Any:
         """Return the validated options. Raises ConfigError, beginning with `where`, for an unknown key or bad value."""
         return parse_spec(self.options, values, where)
+
+    def fit_defaults(self, values: Mapping[str, Any], target: TargetSizes) -> dict[str, Any]:
+        """Return an entry's options with those defaults added that are too large for a target, lowered to what fits."""
+        lowered = {}
+        for name in self.fitted.keys() - values.keys():
+            default = self.options.model_fields[name].default
+            lowered[name] = self.fitted[name](default, values, target)
+            if lowered[name] == default:
+                del lowered[name]
+        return {**values, **dict(sorted(lowered.items()))}
 
     def identify_options(self, options: StrategyOptions, hidden_size: int, num_heads: int | None) -> dict[str, Any]:
         """Return the options that decide the draft for a target of these sizes, by name.
@@ -213,16 +240,6 @@ class StrategySpec:
     def load_factory(self) -> Callable[..., Any]:
         """Import and return the callable that makes the `DraftStrategy`."""
         return load_dotted(self.factory)
-
-
-@dataclass(frozen=True)
-class TargetSizes:
-    """Sizes of a target that its entry and config.json give, without its weights."""
-
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    max_length: int
 
 
 def load_dotted(path: str) -> Any:

@@ -31,6 +31,10 @@ _MOST_TEXT = 64 << 20
 _QUESTION = (Turn("user", "?"),)
 
 
+class OutsideVocabulary(DataError):
+    """The tokenizer gives ids that the target's vocabulary does not have."""
+
+
 class ChatTokenizer:
     """A fast tokenizer with a chat template. Create it with `load`.
 
@@ -168,7 +172,7 @@ class ChatTokenizer:
         """Return the ids of a text. Raises DataError if one is outside the target's vocabulary."""
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if (largest := max(ids, default=0)) >= self.vocab_size:
-            raise DataError(
+            raise OutsideVocabulary(
                 f"{self.name}: the tokenizer gives id {largest}, the target's vocabulary has {self.vocab_size} ids:"
                 " the tokenizer belongs to another model"
             )

@@ -31,6 +31,8 @@ def find_dataset_files(spec: DatasetSpec, root: Path) -> list[Path]:
 def find_files(patterns: Sequence[str], root: Path, any_suffix: bool = False) -> list[Path]:
     """Return the files of all globs relative to `root` and of all URLs, each once, sorted within a glob.
 
+    What exists under a name with `*`, `?` or brackets is meant literally; nothing in the name of `root` is a pattern.
+
     Files of `s3://` and `hf://` are downloaded unless they were before, see `remote_files`.
 
     Raises:
@@ -45,14 +47,29 @@ def find_files(patterns: Sequence[str], root: Path, any_suffix: bool = False) ->
             fetched = fetch_files(pattern, root)
             found |= dict.fromkeys(fetched if any_suffix else _require_known_kinds(fetched))
             continue
-        matches = sorted(Path(name) for name in glob.glob(os.path.join(root, pattern), recursive=True))
-        files = [path for path in matches if path.is_file()]
+        files = [path for path in _match(pattern, root) if path.is_file()]
         if not files:
             raise DataError(
                 f"{pattern!r} matches no file below {root}: put one there, or correct `files` of the data set"
             )
         found |= dict.fromkeys(files if any_suffix else _require_known_kinds(files))
     return list(found)
+
+
+def _match(pattern: str, root: Path) -> list[Path]:
+    """Return what a glob matches, sorted. Where its brackets match nothing, they are those of a name."""
+    literal = _escape_existing(pattern, root)
+    names = glob.glob(literal, root_dir=root, recursive=True)
+    if not names and "[" in literal:
+        names = glob.glob(literal.replace("[[]", "[").replace("[", "[[]"), root_dir=root, recursive=True)
+    return sorted(root / name for name in names)
+
+
+def _escape_existing(pattern: str, root: Path) -> str:
+    """Return the pattern in which the longest first part that exists under just this name matches itself alone."""
+    parts = Path(pattern).parts
+    count = next((n for n in range(len(parts), 0, -1) if os.path.lexists(root.joinpath(*parts[:n]))), 0)
+    return os.path.join("", *map(glob.escape, parts[:count]), *parts[count:])
 
 
 def _require_known_kinds(files: list[Path]) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,11 +18,10 @@ from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.targets.model_files import ModelFiles
 from draftworks.targets.safetensors_headers import TensorHeader, read_model_headers
+from draftworks.targets.stored_head import require_one_head, select_of_model
 
 _OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "dim_model_base")
 """Config keys of models whose logits are not simply head times last hidden state."""
-_OF_THE_MODEL = re.compile(r"^(?!mtp\.)(?!.*\.layers\.\d)(?!.*(vision|visual|audio))")
-"""Names outside towers for other inputs and layers that predict further tokens, which have embeddings and heads too."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,8 @@ class TargetParts:
 
         Raises:
             ConfigError: no such target, an unreadable config, or an architecture whose head this cannot reproduce.
-            StoreError: a weight file is missing or damaged, or a tensor is absent or of another shape.
+            StoreError: a weight file is missing or damaged, a tensor is absent or of another shape, or a stored head
+                differs from the embeddings that config.json ties it to.
         """
         files = ModelFiles(target)
         files.require_folder()
@@ -90,6 +89,8 @@ class TargetParts:
         embedding = weights.read(".embed_tokens.weight", shape)
         # A multimodal wrapper has its own flag for tying, not always repeated in its text config.
         tied = _ties(config) or (_ties(whole) and not weights.has("lm_head.weight"))
+        if tensors:
+            require_one_head(target)
         layers = choose_layer_shape(config)
         return cls(
             hidden_size=config.hidden_size,
@@ -166,7 +167,7 @@ class _HeaderWeights:
 
 
 def _find_names(names: Iterable[str], suffix: str) -> list[str]:
-    return [name for name in names if name.endswith(suffix) and _OF_THE_MODEL.match(name)]
+    return select_of_model(name for name in names if name.endswith(suffix))
 
 
 def _find_one(names: Collection[str], suffix: str, where: str) -> str:

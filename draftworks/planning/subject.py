@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import TargetSpec
@@ -13,11 +12,11 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.data.sources import digest_dataset
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import DigestNotCached, RememberedDigests
+from draftworks.targets.fitted_defaults import describe_fitted
+from draftworks.targets.machine import read_machine
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import TargetShape, read_shape, resolve_target
 from draftworks.targets.training_data import digest_training_data
-
-_GPU_DEVICE = Path("/dev/nvidia0")
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,12 @@ class PlanSubject:
     def _load_files(self, dataset: str) -> list[str]:
         return self.registry.load_dataset(dataset).files
 
+    def describe_chosen(self) -> list[str]:
+        """Return a line for each default that the model's size or this machine has changed."""
+        return describe_fitted(self.registry.read_target(self.target.name), self.target)
+
     def uses_gpu(self, device: str) -> bool:
         """Whether a job's device is a GPU: `auto` is one unless jobs run on this machine, which has none."""
         if device != "auto":
             return device == "cuda"
-        return self.registry.load_deployment().launcher.kind != "local" or _GPU_DEVICE.exists()
+        return self.registry.load_deployment().launcher.kind != "local" or read_machine().uses_gpu

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftworks.config.draft_config import read_draft_config
 from draftworks.config.layer_shape import find_embedding_scale
@@ -17,6 +19,7 @@ from draftworks.config.strategies import StrategyOptions, StrategySpec, TargetSi
 from draftworks.config.streaming import StreamFollower, StreamSteps, require_one_schedule
 from draftworks.config.trackers import require_tensorboard, require_trackers
 from draftworks.errors import ConfigError, StoreError
+from draftworks.preflight.findings import Findings
 from draftworks.sglang.families import refuse_on_cpu
 from draftworks.sglang.layers import check_capture, read_architecture, to_eagle3_ids
 from draftworks.targets.quantization import explain_unprobable
@@ -26,43 +29,101 @@ from draftworks.targets.resolve import read_text_config
 SGLANG_EAGLE3 = "sglang_eagle3"
 
 
+@dataclass(frozen=True)
+class UnmetRequirements:
+    """What a model does not satisfy.
+
+    Attributes:
+        problems: a line for each.
+        unsound: strategies whose own options are among them, of which no draft can be built or exported.
+    """
+
+    problems: tuple[str, ...] = ()
+    unsound: frozenset[str] = frozenset()
+
+
 def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registry) -> None:
-    """Raise ConfigError if the model does not satisfy its strategies, or a `start_from` draft does not fit its own."""
-    _check_serving(target)
-    refuse_on_cpu(target, files)
+    """Raise ConfigError, a line for each problem, if the model does not satisfy its strategies (`find_unmet`)."""
+    found = find_unmet(target, files, registry)
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))
+
+
+def find_unmet(target: TargetSpec, files: TargetFiles, registry: Registry) -> UnmetRequirements:
+    """Return all that the model does not satisfy of its strategies, and what of a `start_from` draft does not fit its own."""
+    findings = Findings()
+    with findings.collect_errors():
+        _check_serving(target)
+    with findings.collect_errors():
+        refuse_on_cpu(target, files)
     if target.capture.backend in ("sglang", "sglang_server") and not target.capture.server.external:
-        check_capture(f"target {target.name}", read_architecture(files), target.capture.server.args)
-    _check_probe(target, files)
-    collect_taps(target, files.num_layers)
-    sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
-    for name, entry in target.strategies.items():
-        strategy = resolve_strategy(name)
-        options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
-        if strategy.check is not None:
-            with _name_target_in_errors(target):
-                strategy.check(options, sizes)
-        if entry.training.device == "cpu" and getattr(options, "attention", None) == "flex":
-            raise ConfigError(
-                f"target {target.name}: {name}: attention flex has no gradients on a CPU, and training.device is cpu: "
-                "set options.attention to sdpa or auto"
-            )
-        if entry.training.pack_tokens is not None:
-            strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
-        require_tensorboard(entry.training.tensorboard, f"target {target.name}: strategies.{name}.training.tensorboard")
-        require_trackers(entry.training.trackers, f"target {target.name}: strategies.{name}.training.trackers")
-        _check_watermark(target, name, entry.training.global_batch_size)
-        _check_export(strategy, options, files, entry.export, f"target {target.name}: strategies.{name}.export")
-        _check_served_taps(target, files, name, entry.export)
-        if entry.start_from is not None:
-            where = f"target {target.name}: strategies.{name}.start_from"
-            check_start_from(registry.resolve_path(entry.start_from), strategy, options, files, where)
-    _check_shared_stream(target)
+        with findings.collect_errors():
+            check_capture(f"target {target.name}", read_architecture(files), target.capture.server.args)
+    with findings.collect_errors():
+        _check_probe(target, files)
+    unsound = {name for name in target.strategies if not _is_sound(target, name, files, registry, findings)}
+    with findings.collect_errors():
+        _check_shared_stream(target)
+    with findings.collect_errors():
+        _check_vocabulary(target, files)
+    return UnmetRequirements(tuple(findings.errors), frozenset(unsound))
+
+
+def _check_vocabulary(target: TargetSpec, files: TargetFiles) -> None:
     size = resolve_draft_vocab_size(target)
     if size is not None and size > files.vocab_size:
         raise ConfigError(
             f"target {target.name}: draft_vocab_size {size} is larger than the model's vocabulary of {files.vocab_size}. "
             f"Set options.draft_vocab_size to at most that"
         )
+
+
+def _is_sound(target: TargetSpec, name: str, files: TargetFiles, registry: Registry, findings: Findings) -> bool:
+    """Report what one strategy's entry asks of the model in vain; return whether its draft can be built and exported."""
+    entry, strategy = target.strategies[name], resolve_strategy(name)
+    where = f"target {target.name}: strategies.{name}"
+    options: Any = None
+    before = len(findings.errors)
+    with findings.collect_errors(), _name_target_in_errors(target):
+        options = strategy.parse_options(entry.options, where=name)
+        strategy.taps(files.num_layers, options)
+    sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
+    if strategy.check is not None and options is not None:
+        with findings.collect_errors(), _name_target_in_errors(target):
+            strategy.check(options, sizes)
+    size = getattr(options, "draft_vocab_size", None) if strategy.uses_vocab_mapping else None
+    if len(findings.errors) == before:
+        with findings.collect_errors():
+            _check_export(strategy, options, files, entry.export, f"{where}.export")
+        with findings.collect_errors():
+            _check_served_taps(target, files, name, entry.export)
+        if entry.start_from is not None:
+            with findings.collect_errors():
+                folder = registry.resolve_path(entry.start_from)
+                check_start_from(folder, strategy, options, files, f"{where}.start_from")
+    sound = len(findings.errors) == before and (size is None or size <= files.vocab_size)
+    with findings.collect_errors():
+        require_tensorboard(entry.training.tensorboard, f"{where}.training.tensorboard")
+    with findings.collect_errors():
+        require_trackers(entry.training.trackers, f"{where}.training.trackers")
+    with findings.collect_errors():
+        _check_watermark(target, name, entry.training.global_batch_size)
+    if options is not None:
+        _check_training(target, name, options, findings)
+    return sound
+
+
+def _check_training(target: TargetSpec, name: str, options: StrategyOptions, findings: Findings) -> None:
+    """Report settings of a training that its options do not allow."""
+    training = target.strategies[name].training
+    if training.device == "cpu" and getattr(options, "attention", None) == "flex":
+        findings.error(
+            f"target {target.name}: {name}: attention flex has no gradients on a CPU, and training.device is cpu: "
+            "set options.attention to sdpa or auto"
+        )
+    if training.pack_tokens is not None:
+        with findings.collect_errors():
+            resolve_strategy(name).check_packing(options, f"target {target.name}: strategies.{name}.training")
 
 
 def _check_probe(target: TargetSpec, files: TargetFiles) -> None:

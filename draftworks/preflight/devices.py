@@ -9,11 +9,8 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import resolve_strategy
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.placement import runs_here
+from draftworks.targets.machine import DEVICES, read_machine
 from draftworks.targets.registry import Registry
-
-DEVICES = Path("/dev")
-_OTHER_DRIVERS = ("kfd", "dxg", "nvgpu", "nvhost-gpu", "nvmap")
-"""Devices by which PyTorch may find a GPU under `cuda` where there is no `nvidia0`: ROCm's, WSL's and Jetson's."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,10 @@ def check_devices(target: TargetSpec, registry: Registry, findings: Findings, de
     Args:
         devices: folder of the machine's device files.
     """
-    if any((devices / name).exists() for name in _OTHER_DRIVERS):
+    machine = read_machine(devices)
+    if machine.other_gpu:
         return
-    found = len([each for each in devices.glob("nvidia[0-9]*") if each.name[6:].isdigit()])
+    found = machine.gpus
     for use in _list_uses(target, registry):
         if use.device == "cuda" and found < use.gpus:
             findings.error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,12 @@ BUILT_IN = "draftworks."
 
 
 @silence_transformers()  # of each rope of each config it would say which keys it does not know
-def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> None:
-    """Build each strategy's draft on device meta, and check its exports' configs and its number of draft tokens."""
+def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings, unsound: Collection[str] = ()) -> None:
+    """Build each strategy's draft on device meta, and check its exports' configs and its number of draft tokens.
+
+    Args:
+        unsound: strategies that are reported already, of which none can be built.
+    """
     try:
         parts = TargetParts.load(files, tensors=False)
     except DraftworksError as error:
@@ -39,6 +44,8 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> 
         )
     most: dict[str, int | None] = {}
     for name, entry in target.strategies.items():
+        if name in unsound:
+            continue
         strategy, where = resolve_strategy(name), f"target {target.name}: strategies.{name}"
         options = strategy.parse_options(entry.options, where=f"{where}.options")
         try:
@@ -95,7 +102,7 @@ def _check_proposals(target: TargetSpec, most: dict[str, int | None], findings: 
         return
     limits = ", ".join(f"{name} at most {limit}" for name, limit in limited.items())
     message = f"target {target.name}: evaluation.draft_tokens: found {requested}; its drafts propose: {limits}"
-    if len(limited) == len(most):
+    if len(limited) == len(target.strategies):
         findings.error(f"{message}. Lower it, or leave it out")
     else:
         findings.warning(f"{message}; these are measured with what they can propose")

@@ -1,27 +1,15 @@
-"""Checks of this machine for the engine that runs a target: its own module, packages of quantised checkpoints. Torch-free."""
+"""Check of this machine for a user's own engine: its module. Torch-free."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 
 from draftworks.config.registry_files import TargetSpec
-from draftworks.config.run_files import TargetFiles
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.placement import runs_here
-from draftworks.targets.quantization import read_quantization
 from draftworks.targets.registry import Registry
-
-_QUANTIZERS = {
-    "compressed-tensors": ("compressed_tensors",),
-    "awq": ("gptqmodel",),
-    "gptq": ("optimum", "gptqmodel"),
-    "bitsandbytes": ("bitsandbytes", "accelerate"),
-    "fp8": ("accelerate",),
-}
-"""Modules without which transformers loads no checkpoint of a quantisation; others are not judged."""
 
 
 def check_custom_engine(target: TargetSpec, registry: Registry, findings: Findings) -> None:
@@ -31,33 +19,11 @@ def check_custom_engine(target: TargetSpec, registry: Registry, findings: Findin
         return
     module = custom.entry_point.partition(":")[0]
     if not _has_module(module):
-        _choose(target, registry, findings, "capture")(
+        report = findings.error if runs_here(target, registry, "capture") else findings.warning
+        report(
             f"target {target.name}: capture.custom.entry_point {custom.entry_point}: there is no module {module} here. Install "
             "its package in the environment that runs the platform, or correct the name"
         )
-
-
-def check_quantizer(target: TargetSpec, files: TargetFiles, registry: Registry, findings: Findings) -> None:
-    """Check that transformers can load a quantised target where it has to: for `backend: hf`, and for rung 4."""
-    method = read_quantization(files)
-    missing = [name for name in _QUANTIZERS.get(method, ()) if find_spec(name) is None]
-    if not missing:
-        return
-    needs = f"the checkpoint is quantised ({method}), and transformers needs {' and '.join(missing)} to load it"
-    packages = " ".join(name.replace("_", "-") for name in missing)
-    if target.capture.backend == "hf":
-        _choose(target, registry, findings, "capture")(
-            f"target {target.name}: capture.backend hf: {needs}: pip install {packages}, or use another backend"
-        )
-    if target.evaluation.loop.prompts:
-        _choose(target, registry, findings, "evaluate")(
-            f"target {target.name}: evaluation.loop: {needs}: pip install {packages}, or set evaluation.loop.prompts: 0"
-        )
-
-
-def _choose(target: TargetSpec, registry: Registry, findings: Findings, program: str) -> Callable[[str], None]:
-    """Return how to report what is missing: as an error where the program's jobs run on this machine."""
-    return findings.error if runs_here(target, registry, program) else findings.warning
 
 
 def _has_module(name: str) -> bool:

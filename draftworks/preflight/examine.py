@@ -13,20 +13,22 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.data.sources import find_dataset_files
 from draftworks.errors import DraftworksError
 from draftworks.preflight.cached_examination import TARGET_CHECKS, examine_before_run
-from draftworks.preflight.compatibility import check_requirements
+from draftworks.preflight.compatibility import UnmetRequirements, find_unmet
 from draftworks.preflight.decisions import check_decision
-from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.feature_budget import check_feature_budget
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.fp8_gate import check_fp8_gate
 from draftworks.preflight.machine import check_machine
+from draftworks.preflight.made_dtypes import check_made_dtypes
 from draftworks.preflight.placement import check_placement
 from draftworks.preflight.plausible_values import check_values
 from draftworks.preflight.probe_reach import check_probe_reach
+from draftworks.preflight.quantizers import check_quantizer
 from draftworks.preflight.served_data import check_served_data
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
+from draftworks.targets.fitted_defaults import describe_fitted
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import digest_datasets
@@ -41,12 +43,26 @@ def examine_entry(name: str, registry: Registry, digests: FileDigests, var: Path
             known there is not found out again. None keeps nothing.
     """
     findings = Findings()
-    try:
+    target = None
+    with findings.collect_errors():
         target = registry.load_target(name)
-    except DraftworksError as error:
-        findings.found += [Finding("error", line) for line in str(error).splitlines()]
-        return tuple(findings.found)
-    files = None
+    if target is None:
+        target = registry.salvage_target(name)
+        if target is None:
+            return tuple(findings.found)
+        return _examine_loaded(target, registry, findings, digests, var)
+    for line in describe_fitted(registry.read_target(name), target):
+        findings.note(f"target {name}: {line}")
+    if var is not None:
+        check_made_dtypes(target, registry, ArtifactStore(var), findings)
+    return _examine_loaded(target, registry, findings, digests, var)
+
+
+def _examine_loaded(
+    target: TargetSpec, registry: Registry, findings: Findings, digests: FileDigests, var: Path | None
+) -> tuple[Finding, ...]:
+    """Return the findings so far, with all about the files, data and drafts of an entry."""
+    name, files = target.name, None
     try:
         files = resolve_target(target, registry, digests)
     except DraftworksError as error:
@@ -85,25 +101,26 @@ def examine_target(
         check_placement(target, registry, findings)
         check_decision(target, registry, findings)
     data = _check_data(target, registry, findings, digests)
-    sound_entry = False
+    unmet = UnmetRequirements()
     if files is not None:
-        with findings.collect_errors():
-            check_requirements(target, files, registry)
-            sound_entry = True
+        unmet = find_unmet(target, files, registry)
+        for problem in unmet.problems:
+            findings.error(problem)
         with findings.collect_errors():
             check_quantizer(target, files, registry, findings)
         with findings.collect_errors():
             for remark in list_sglang_remarks(target, files):
                 findings.warning(remark)
-    if files is not None and sound_entry and data is not None:
+    if files is not None and data is not None and not unmet.problems:
         findings.found += examine_before_run(target, files, registry, data, cache_folder)
         return
     check_values(target, findings)
-    if files is not None and sound_entry:
+    if files is not None:
         from draftworks.preflight.drafts import check_drafts
 
-        check_probe_reach(target, files, findings)
-        check_drafts(target, files, findings)
+        if not unmet.unsound:
+            check_probe_reach(target, files, findings)
+        check_drafts(target, files, findings, unmet.unsound)
     if files is not None and data is not None:
         from draftworks.preflight.sample import check_sample
 

@@ -48,6 +48,9 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
                 uses += found
                 for use in found:
                     check_lengths(f"{where}: data set {name}", use, target, findings)
+                if not any(use.whole for use in found):  # else they are among the rows without a sample
+                    outside = sum(row.outside for row in tokenized.rows.values())
+                    _check_ids(f"{where}: data set {name}", outside, len(tokenized.rows), target, findings)
     if samples.keys() == set(named):  # else a data set without a readable row is reported already
         check_slices(target, samples, registry, findings)
         with findings.collect_errors():
@@ -73,20 +76,32 @@ def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findin
     elif not sample.items:
         findings.error(f"{where}: none of its first {sample.rows} rows can be used, the first: {sample.reasons[0]}")
     elif len(sample.reasons) > target.data.max_rejected_share * sample.rows:
-        findings.warning(
-            f"{where}: {len(sample.reasons)} of its first {sample.rows} rows cannot be used, and the run stops if that is so "
+        report = findings.error if sample.whole else findings.warning
+        rows = f"its {sample.rows}" if sample.whole else f"its first {sample.rows}"
+        report(
+            f"{where}: {len(sample.reasons)} of {rows} rows cannot be used, and the run stops if that is so "
             f"of more than {target.data.max_rejected_share:.0%} (data.max_rejected_share). The first: {sample.reasons[0]}"
         )
+        _check_ids(where, 0 if sample.whole else sample.outside, sample.rows, target, findings)
     if sample.unread:
         keys = ", ".join(f"{key} ({format_count(rows, 'row')})" for key, rows in sorted(sample.unread.items()))
         findings.note(f"{where}: of its first {sample.rows} rows these keys are not read: {keys}")
+
+
+def _check_ids(where: str, outside: int, rows: int, target: TargetSpec, findings: Findings) -> None:
+    """Report a tokenizer of another model: more rows than may be rejected have ids that the target does not know."""
+    if outside > target.data.max_rejected_share * rows:
+        findings.error(
+            f"{where}: {outside} of its first {rows} rows have token ids beyond the model's vocabulary: they are of another "
+            f"model's tokenizer, and the run stops if more than {target.data.max_rejected_share:.0%} are"
+        )
 
 
 def _check_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findings: Findings) -> None:
     if chat.largest_id >= files.vocab_size:
         findings.warning(
             f"{where}: its tokenizer has ids up to {chat.largest_id:,}, the model's vocabulary ends at {files.vocab_size - 1:,}: "
-            "text with a higher id stops the run. Check that it is the tokenizer of this model"
+            "rows with a higher id are left out, and many stop the run. Check that it is the tokenizer of this model"
         )
     elif chat.largest_id < files.vocab_size // 2:
         findings.warning(

@@ -34,6 +34,7 @@ class Sample:
         kind: "tokens" for tokenized data, as `detect_kind` returns it; empty if no file was looked at.
         items: parsed rows: token rows or conversations.
         reasons: for each rejected row, why it cannot be used.
+        outside: how many of them are sound but for ids that the target's vocabulary does not have.
         skipped: files that were not looked at.
         whole: whether these are all rows of the data set.
         unread: keys of usable rows and their turns that are not read, each with the number of rows that have it.
@@ -42,6 +43,7 @@ class Sample:
     kind: str
     items: list[Any] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    outside: int = 0
     skipped: list[Path] = field(default_factory=list)
     whole: bool = False
     unread: Counter[str] = field(default_factory=Counter)
@@ -78,10 +80,18 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
                 sample.unread.update(find_unread_keys(row.value))
             except (RowError, RecursionError) as error:
                 sample.reasons.append(f"{row.file}:{row.line}: {error}")
+                sample.outside += sample.kind == "tokens" and _is_sound(row.value)
         if sample.rows >= SAMPLE_ROWS:
             break
     sample.whole = sample.rows < SAMPLE_ROWS and not skipped
     return sample
+
+
+def _is_sound(row: Any) -> bool:
+    """Whether a row is tokenized rightly for some vocabulary."""
+    with suppress(RowError, RecursionError):
+        return bool(parse_tokens(row))
+    return False
 
 
 def read_usable(dataset: DatasetSpec, root: Path, kind: str) -> Iterator[Conversation | TokenRow]:

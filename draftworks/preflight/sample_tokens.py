@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from draftworks.capture.answers.dialogue import require_questions
 from draftworks.config.registry_files import TargetSpec
-from draftworks.data.chat import ChatTokenizer
+from draftworks.data.chat import ChatTokenizer, OutsideVocabulary
 from draftworks.data.conversations import Conversation, select
 from draftworks.data.own_answers import encode_own_answers
 from draftworks.data.prepare import split_parts
@@ -30,6 +30,7 @@ class RowTokens:
         length: tokens of the row with its own answers, before any cut; of its longest sample, where it gives several.
         supervised: tokens to learn within `max_length`, of its own answers.
         answers: answers that the target is asked for.
+        outside: whether the problem is an id that the target's vocabulary does not have.
     """
 
     id: str
@@ -40,6 +41,7 @@ class RowTokens:
     length: int = 0
     supervised: int = 0
     answers: int = 0
+    outside: bool = False
 
 
 @dataclass
@@ -83,7 +85,8 @@ def tokenize_sample(sample: Sample, chat: ChatTokenizer | None, target: TargetSp
         try:
             found.rows[item.id] = _count_conversation(item, chat, target, found.counts)
         except DataError as error:
-            found.rows[item.id] = RowTokens(item.id, item.prompt_key, str(error))
+            outside = isinstance(error, OutsideVocabulary)
+            found.rows[item.id] = RowTokens(item.id, item.prompt_key, str(error), outside=outside)
     return found
 
 
@@ -99,7 +102,9 @@ def _count_conversation(
         own = encode_own_answers(chat, conversation, target.data.only_last_turn)
     except DataError as error:
         counts.update(prompt)
-        return row if target.responses.mode == "regenerate" else replace(row, answer_problem=str(error))
+        if target.responses.mode == "regenerate":
+            return row
+        return replace(row, answer_problem=str(error), outside=isinstance(error, OutsideVocabulary))
     for sample in own:
         counts.update(sample.input_ids.tolist())
     supervised = sum(int(sample.loss_mask[: target.max_length].sum()) for sample in own)

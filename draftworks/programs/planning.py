@@ -52,7 +52,8 @@ def plan(
         return
     console = Console(width=None if Console().is_terminal else FILE_WIDTH)
     console.print(build_plan_table(made, actual))
-    for line in describe_beside(made):
+    chosen = [(each.target, line) for each in subjects for line in each.describe_chosen()]
+    for line in (*describe_beside(made), *(f"{target.name}: {line}" for target, line in chosen)):
         console.print(line, markup=False, highlight=False)
 
 

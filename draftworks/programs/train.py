@@ -37,6 +37,7 @@ from draftworks.runtime.training_stream import PLAN_AGAIN, TrainingStream
 from draftworks.storage.artifacts import PARTIAL
 from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import digest
+from draftworks.targets.machine import describe_computation
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_files import read_record
@@ -126,7 +127,7 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
         discards=None if stream is None else stream.discards,
     )
     if ctx.is_main:
-        ctx.log(_describe_plan(run, draft, samples, trainer, persistence))
+        ctx.log(_describe_plan(run, draft, samples, trainer, persistence, device))
         if stream is not None:
             ctx.log(stream.describe())
         for own in draft.parts.own if isinstance(draft.options, LayerOptions) else ():
@@ -239,7 +240,9 @@ def _make_trackers(run: TrainRun, ctx: ProgramContext, identity: dict[str, Any])
     return make_trackers(run.training.trackers, draft, ctx.log)
 
 
-def _describe_plan(run: TrainRun, draft: Draft, samples: Samples, trainer: Trainer, persistence: Persistence) -> str:
+def _describe_plan(
+    run: TrainRun, draft: Draft, samples: Samples, trainer: Trainer, persistence: Persistence, device: torch.device
+) -> str:
     parameters = sum(p.numel() for p in draft.strategy.model.parameters())
     resumed = persistence.resume_from
     begin = f"; going on from {resumed.name}" if resumed else ""
@@ -249,7 +252,7 @@ def _describe_plan(run: TrainRun, draft: Draft, samples: Samples, trainer: Train
     return (
         f"training {run.strategy} for {run.target.name}: {parameters / 1e6:.2f} M parameters, "
         f"{len(samples.refs)} samples, {trainer.controller.history.total_steps} steps of "
-        f"{training.global_batch_size} samples, in {pieces}{begin}"
+        f"{training.global_batch_size} samples, in {pieces}, {describe_computation(training.compute_dtype, device.type)}{begin}"
     )
 
 

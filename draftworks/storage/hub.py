@@ -27,6 +27,14 @@ def fetch_hub_file(where: str, model: str, revision: str, filename: str) -> Path
         raise ConfigError(f"{where}: {model} at commit {revision}: {_explain(filename, error)}") from error
 
 
+def find_cached_hub_file(model: str, revision: str, filename: str) -> Path | None:
+    """Return the local path of a hub file if the cache has it; nothing is asked of the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, filename, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
 def list_dataset_files(where: str, dataset: str, revision: str) -> list[str]:
     """Return the names of all files of a data set of the hub at a commit. `where` and errors as in `fetch_hub_file`."""
     from httpx import HTTPError

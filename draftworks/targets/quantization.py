@@ -10,6 +10,10 @@ from draftworks.config.sglang import find_quantizing_args
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.regular_files import read_json
 
+_MODEL_OPT = "hf_quant_config.json"
+_LOADED_IN = {"load_in_4bit", "load_in_8bit"}
+"""Keys by which older checkpoints of bitsandbytes are known."""
+
 
 def explain_unprobable(target: TargetFiles, engine_args: Sequence[str]) -> str:
     """Return why an engine cannot be compared with the target's files; an empty text if it can."""
@@ -21,7 +25,10 @@ def explain_unprobable(target: TargetFiles, engine_args: Sequence[str]) -> str:
 
 
 def read_quantization(target: TargetFiles) -> str:
-    """Return the name of the checkpoint's quantisation, as its config.json gives it; empty without one."""
+    """Return the name of the checkpoint's quantisation, as its files give it; empty without one.
+
+    NVIDIA's ModelOpt writes a file of its own beside config.json.
+    """
     path = Path(target.model) / "config.json"
     if target.revision is not None:
         path = fetch_hub_file(f"target {target.name}", target.model, target.revision, "config.json") or path
@@ -29,5 +36,10 @@ def read_quantization(target: TargetFiles) -> str:
         config = read_json(path)
     except (OSError, ValueError):
         return ""  # building the model from this file raises an error that names the problem
-    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    return str(found.get("quant_method", "quantization_config")) if isinstance(found, dict) else ""
+    if not isinstance(config, dict):
+        return ""
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if isinstance(found, dict):
+        return str(found.get("quant_method", "bitsandbytes" if _LOADED_IN & found.keys() else "quantization_config"))
+    return "modelopt" if target.revision is None and (path.parent / _MODEL_OPT).is_file() else ""

@@ -10,12 +10,13 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.draft_config import read_draft_config
-from draftworks.config.launchers import LauncherSpec, check_overrides, merge_launcher
+from draftworks.config.launchers import LauncherSpec, merge_launcher
 from draftworks.config.registry_files import (
     DatasetSpec,
     EvalSpec,
@@ -30,6 +31,8 @@ from draftworks.errors import ConfigError
 from draftworks.storage.asset_names import HELDOUT
 from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_bytes
+from draftworks.targets.entry_reading import Parsed, read_entry
+from draftworks.targets.fitted_defaults import fit_defaults
 
 Read = TypeVar("Read")
 KINDS = ("targets", "datasets", "evals")
@@ -65,33 +68,46 @@ class Registry:
             return set()
 
     def load_target(self, name: str) -> TargetSpec:
-        """Return one target, after validation of its strategies' options and export formats, and of its launcher.
+        """Return one target, with defaults that fit its model and this machine. Raises as `read_target`."""
+        return self._fit(self.read_target(name))
+
+    def _fit(self, spec: TargetSpec) -> TargetSpec:
+        return fit_defaults(spec, self.resolve_path(spec.model), partial(self._find_launcher, spec))
+
+    def _find_launcher(self, target: TargetSpec, program: str) -> LauncherSpec | None:
+        try:
+            return self.resolve_launcher(target, program)
+        except ConfigError:
+            return None  # the deployment is wrong: whoever needs it says so
+
+    def read_target(self, name: str) -> TargetSpec:
+        """Return one target as it is written, after validation of its strategies' options and export formats, and of its
+        launcher.
 
         Raises:
             ConfigError: unknown target (closest names suggested), unknown key, bad value, unknown strategy, option or
                 export format, or launcher settings that do not fit the deployment's.
         """
-        path = self._find_path("targets", name)
-        spec = load_yaml(path, TargetSpec, name=name)
-        for strategy, entry in spec.strategies.items():
-            try:
-                resolved = resolve_strategy(strategy)
-                resolved.parse_options(entry.options, where=f"{path}: strategies.{strategy}.options")
-                for export_format in entry.export.formats or ():
-                    resolved.export(export_format)
-            except ConfigError as error:
-                raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
-        if spec.launcher:
-            self._check_launcher(spec, f"{path}: launcher")
-        return spec
+        entry = self._read_entry(name)
+        if entry.spec is None or entry.problems:
+            raise ConfigError("\n".join(entry.problems))
+        return entry.spec
 
-    def _check_launcher(self, spec: TargetSpec, where: str) -> None:
-        """Raise ConfigError for settings that do not fit the deployment's; a deployment that is wrong itself fits all."""
+    def salvage_target(self, name: str) -> TargetSpec | None:
+        """Return what is left of an entry without what is wrong with it, with defaults that fit; None if nothing is."""
+        try:
+            spec = self._read_entry(name).spec
+        except ConfigError:
+            return None
+        return None if spec is None else self._fit(spec)
+
+    def _read_entry(self, name: str) -> Parsed[TargetSpec]:
+        path = self._find_path("targets", name)
         try:
             deployment = self.load_deployment()
         except ConfigError:
-            return  # the entry may be right; whoever needs the deployment says what is wrong with it
-        check_overrides(deployment.launcher, spec.launcher, where)
+            deployment = None  # the entry may be right; whoever needs the deployment says what is wrong with it
+        return read_entry(path, name, deployment)
 
     def resolve_launcher(self, target: TargetSpec, program: str) -> LauncherSpec:
         """Return the launcher settings of one program's jobs for a target: the deployment's with the target's merged in."""
@@ -228,6 +244,9 @@ class ReadOnceRegistry(Registry):
 
     def load_target(self, name: str) -> TargetSpec:
         return self._remember(super().load_target, name)
+
+    def read_target(self, name: str) -> TargetSpec:
+        return self._remember(super().read_target, name)
 
     def load_dataset(self, name: str) -> DatasetSpec:
         return self._remember(super().load_dataset, name)

@@ -112,7 +112,8 @@ def read_model_headers(target: TargetFiles) -> ModelHeaders:
         raise StoreError(
             f"{files.where}: expected {WEIGHTS} or {INDEX}, found neither. Give a folder with safetensors weights"
         )
-    headers = files.headers(sorted(set(index.values()) - ({WEIGHTS} if whole is not None else set())))
+    shards = sorted(set(index.values()) - ({WEIGHTS} if whole is not None else set()))
+    headers = files.headers(shards, beside_whole=whole is not None and index.keys() <= whole.keys())
     if whole is None:
         _check_index(files.where, index, headers)
         return ModelHeaders({name: tensor for header in headers.values() for name, tensor in header.items()})
@@ -140,13 +141,27 @@ class _HeaderReader(ModelFiles):
             return None if found is None else read_header(found)
         return {name: TensorHeader(dtype, shape, filename) for name, (dtype, shape) in found.items()}
 
-    def headers(self, filenames: list[str]) -> dict[str, dict[str, TensorHeader]]:
+    def headers(self, filenames: list[str], beside_whole: bool = False) -> dict[str, dict[str, TensorHeader]]:
+        """Return the header of each file of the index.
+
+        Args:
+            beside_whole: whether model.safetensors has all tensors of the index, so that the index is not needed.
+
+        Raises:
+            StoreError: files are absent.
+        """
         found = {name: self.header(name) for name in filenames}
         absent = [name for name, header in found.items() if header is None]
         if absent:
+            remedy = "Copy or download the model again, all of its files"
+            if beside_whole:
+                remedy = f"{WEIGHTS} has all of its tensors: remove {INDEX}"
+                remedy += f", and {_format_some([name for name in found if found[name] is not None])}" * (
+                    len(absent) < len(found)
+                )
             raise StoreError(
                 f"{self.where}: {INDEX} names {len(found)} files, and {len(absent)} of them are absent: "
-                f"{_format_some(absent)}. Copy or download the model again, all of its files"
+                f"{_format_some(absent)}. {remedy}"
             )
         return {name: header for name, header in found.items() if header is not None}
 

@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,12 @@ from draftworks.storage.regular_files import read_json
 from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
 from draftworks.targets.quantized_headers import strip_quantization
 from draftworks.targets.safetensors_headers import TensorHeader, read_model_headers
+from draftworks.targets.stored_head import compare_heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-CHECK_REVISION = 1
+CHECK_REVISION = 2
 """Increased with each change that can alter a verdict; cached verdicts of other revisions are ignored."""
 _SHOWN = 3
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -87,13 +88,19 @@ def check_target_weights(target: TargetFiles, backend: str = "hf", cache_folder:
     Raises:
         ConfigError: the configuration is unreadable, needs code of its own or is of an unknown family; the hub cannot
             be reached.
-        StoreError: a file is absent or damaged; tensors are missing, unexpected or of another shape.
+        StoreError: a file is absent or damaged; tensors are missing, unexpected or of another shape; a stored head differs
+            from the embeddings that config.json ties it to.
     """
     verdict = None if cache_folder is None else cache_folder / f"{_make_verdict_key(target, backend)}.json"
     known = _read_verdict(verdict)
     if known is not None:
         return known
     found = _check(target, backend)
+    heads = compare_heads(target, download=False)
+    if heads.problem is not None:
+        raise StoreError(heads.problem)
+    if heads.note is not None:  # no verdict yet
+        return replace(found, note="; ".join(filter(None, (found.note, heads.note))))
     if verdict is not None:
         cache_json(verdict, asdict(found))
     return found

@@ -134,3 +134,34 @@ def test_globs_find_each_file_once_and_a_glob_without_files_is_an_error(tmp_path
         find_files(["*.jsonl", "*.parquet"], tmp_path)
     with pytest.raises(DataError, match=r"c\.txt: expected one of \.jsonl, \.json, \.parquet, found '\.txt'"):
         find_files(["c.*"], tmp_path)
+
+
+NAMES = ["exp[1]", "a*b", "what?", "[", "]", "[!x]", "plain", "**"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_in_the_name_of_a_registry_is_a_pattern(tmp_path, name: str):
+    for folder in (name, "exp1", "aXb", "whatX", "y"):
+        (tmp_path / folder / "data").mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "data" / "x.jsonl").write_text("")
+    assert find_files(["data/*.jsonl"], tmp_path / name) == [tmp_path / name / "data" / "x.jsonl"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_exists_under_a_name_with_wildcards_is_meant_literally(tmp_path, name: str):
+    for folder in (name, "exp1", "aXb", "whatX", "y", "plainer"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for file in (name, "exp1", "aXb", "whatX", "z"):
+            (tmp_path / folder / f"{file}.jsonl").write_text("")
+    own = tmp_path / name
+    assert find_files([f"{name}/{name}.jsonl"], tmp_path) == [own / f"{name}.jsonl"]
+    assert find_files([f"{name}/*.jsonl"], tmp_path) == sorted(own.glob("*.jsonl"))
+    assert find_files([str(own / f"{name}.jsonl")], tmp_path / "elsewhere") == [own / f"{name}.jsonl"]
+
+
+def test_brackets_after_a_wildcard_are_those_of_a_name_where_they_match_nothing_else(tmp_path):
+    for name in ("a[1].jsonl", "b1.jsonl"):
+        (tmp_path / name).write_text("")
+    assert [path.name for path in find_files(["*[1].jsonl"], tmp_path)] == ["b1.jsonl"]
+    (tmp_path / "b1.jsonl").unlink()
+    assert [path.name for path in find_files(["*[1].jsonl"], tmp_path)] == ["a[1].jsonl"]

@@ -76,6 +76,7 @@ def test_what_it_or_another_can_run_is_not(fleet, tmp_path, names, entry, deploy
 
 
 def test_serving_that_will_be_on_a_cpu_in_another_dtype_is_a_warning(fleet, tmp_path):
-    found = check(fleet, tmp_path / "dev", (), {"evaluation": {"serving": {"prompts": 2}}}, {})
+    served = {"evaluation": {"serving": {"prompts": 2, "compute_dtype": "bfloat16"}}}
+    found = check(fleet, tmp_path / "dev", (), served, {})
     assert [one.severity for one in found.found] == ["warning"]
     assert "SGLang speculates in float32 only" in found.found[0].text

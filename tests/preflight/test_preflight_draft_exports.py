@@ -16,7 +16,7 @@ DSPARK = {"dspark": {"options": {"mask_token_id": 3, "block_size": 4}}}
 CPU = {"prompts": 2, "device": "cpu", "compute_dtype": "float32"}
 ANYWHERE = {"prompts": 2, "device": "cuda"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "dtype": (EAGLE, {"serving": {"prompts": 2, "device": "cpu"}}, "on a CPU expected float32, found bfloat16"),
+    "dtype": (EAGLE, {"serving": {**CPU, "compute_dtype": "bfloat16"}}, "on a CPU expected float32, found bfloat16"),
     "algorithm": (DSPARK, {"serving": CPU}, "does not serve drafts with --speculative-algorithm DSPARK on a CPU"),
     "proposals": (DFLASH, {"draft_tokens": 2, "serving": ANYWHERE}, "evaluation.draft_tokens: found 2, and in SGLang"),
     "argument": (

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, get_hf_quantizer
 
 FP8 = {"quant_method": "compressed-tensors"}
 CUSTOM = {"backend": "custom", "custom": {"entry_point": "no_such_package.engine:load", "engine": "mine"}}
@@ -54,6 +58,49 @@ def test_a_missing_package_of_a_quantisation_is_named_where_transformers_loads(f
     told = [text for text in (found.errors if kind == "local" else found.warnings) if "transformers needs" in text]
     assert [text.split(": ")[1] for text in told] == keys
     assert all("pip install optimum gptqmodel" in text for text in told)
+
+
+def find_refusal(folder: Path) -> str | None:
+    """What transformers' own loader raises before it looks at a weight; None if it would go on."""
+    try:
+        found, _, _ = get_hf_quantizer(AutoConfig.from_pretrained(folder), None, None, True, {})
+    except Exception as error:
+        return str(error)
+    return None if found is not None else "skipped"
+
+
+@pytest.mark.parametrize("method", [*AUTO_QUANTIZATION_CONFIG_MAPPING, "of_tomorrow"])
+def test_every_quantisation_that_transformers_refuses_here_is_known_before_the_run(fleet, method: str):
+    """And none else is: the check asks transformers about those that have all of their packages."""
+    kind, _, bits = method.partition("_4bit" if "_4bit" in method else "_8bit")
+    config = {"quant_method": kind} | ({} if not bits and kind == method else {f"load_in_{method[-4:]}": True})
+    quantize(fleet, {"quantization_config": config}, capture={"allow_unprobed": True})
+    # Of sinq transformers takes the absence of its package for a presence, and fails when it imports it.
+    refused = find_refusal(fleet.root / "model") is not None or method == "sinq"
+    told = [error for error in fleet.check().errors if f"the checkpoint is quantised ({kind})" in error]
+    assert [error.split(": ")[1] for error in told] == ["capture.backend hf", "evaluation.loop"] * refused
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors", "bitsandbytes", "hqq"])
+def test_an_engine_that_loads_a_quantisation_is_named_beside_its_packages(fleet, method: str):
+    quantize(fleet, {"quantization_config": {"quant_method": method}}, capture={"allow_unprobed": True})
+    (told,) = [error for error in fleet.check().errors if "capture.backend hf" in error]
+    assert "pip install" in told
+    assert ("use backend sglang, which loads it" in told) == (method != "hqq")
+
+
+def test_what_sglang_does_not_load_is_a_warning_for_its_backends(fleet):
+    for method, told in (("hqq", 1), ("fp8", 0)):
+        quantization = {"quantization_config": {"quant_method": method}}
+        quantize(fleet, quantization, capture={"backend": "sglang", "allow_unprobed": True})
+        assert sum("which SGLang 0.5.23 does not know" in text for text in fleet.check().warnings) == told
+        shutil.rmtree(fleet.root / "model")
+
+
+def test_a_checkpoint_of_modelopt_is_known_by_its_own_file(fleet):
+    (fleet.own_model() / "hf_quant_config.json").write_text("{}")
+    fleet.write(model=str(fleet.root / "model"))
+    assert any("the checkpoint is quantised (modelopt)" in error for error in fleet.check().errors)
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])

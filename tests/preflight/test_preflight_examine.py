@@ -169,12 +169,21 @@ def test_a_json_list_too_large_to_be_looked_at_is_no_error(fleet, text, monkeypa
     )
 
 
-def test_rows_that_would_stop_the_run_are_a_warning(fleet):
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_that_stop_the_run_are_an_error_where_all_are_known_and_else_a_warning(fleet, whole: bool):
     good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
-    fleet.write_rows([good, {"messages": []}, good, {"nothing": 1}])
+    fleet.write_rows([good, {"messages": []}, good, {"nothing": 1}] + ([] if whole else [good] * 80))
     found = fleet.check()
-    assert found.errors == []
-    assert any("2 of its first 4 rows cannot be used" in warning for warning in found.warnings)
+    if whole:
+        assert any("2 of its 4 rows cannot be used" in error for error in found.errors)
+    else:
+        assert found.errors == []
+    fleet.write_rows(([good, {"messages": []}] * 2) + ([] if whole else [good, {"nothing": 1}] * 40))
+    found = fleet.check()
+    rows = "2 of its 4 rows" if whole else "32 of its first 64 rows"
+    told = found.errors if whole else found.warnings
+    assert any(f"{rows} cannot be used" in each for each in told)
+    assert whole or found.errors == []
 
 
 def test_a_template_that_refuses_every_conversation_is_an_error(fleet):
@@ -211,13 +220,6 @@ def test_a_head_with_a_bias_is_a_warning(fleet):
     held = load_file(weights)
     save_file({**held, "lm_head.bias": torch.ones(2048)}, weights, metadata={"format": "pt"})
     assert any("adds lm_head.bias to its logits" in warning for warning in fleet.check().warnings)
-
-
-def test_a_tokenizer_of_another_model_is_noticed(fleet):
-    config = fleet.own_model() / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 1000}))
-    fleet.write(model=str(config.parent), responses={"mode": "passthrough"})
-    assert any("ids up to" in warning for warning in fleet.check().warnings)
 
 
 def test_folders_that_cannot_be_written_are_errors(fleet):

@@ -264,10 +264,10 @@ def test_a_dataset_version_is_its_content(registry: Registry):
     assert digest_dataset(spec, registry.root, FileDigests()) != before
 
 
-def test_default_taps_are_the_references_and_collisions_are_an_error():
+def test_default_taps_are_the_references_and_in_a_shallow_target_those_that_it_has():
     assert [tap.hf_index for tap in choose_eagle3_taps(36, Eagle3Options())] == [2, 18, 33]
-    with pytest.raises(ConfigError, match="default layer ids .* taps collide"):
-        choose_eagle3_taps(5, Eagle3Options())
+    shallow = {layers: [tap.hf_index for tap in choose_eagle3_taps(layers, Eagle3Options())] for layers in range(1, 8)}
+    assert shallow == {1: [0], 2: [1], 3: [1, 2], 4: [1, 2, 3], 5: [1, 2, 4], 6: [1, 3, 5], 7: [2, 3, 4]}
 
 
 @pytest.mark.parametrize(

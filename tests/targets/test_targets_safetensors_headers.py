@@ -105,6 +105,26 @@ def test_tensors_that_are_not_where_the_index_says_are_named(tmp_path: Path, tin
         read_model_headers(target)
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["all shards gone", "one shard left"])
+def test_removing_the_stale_index_beside_a_whole_file_is_enough(tmp_path: Path, tiny_target: TargetFiles, left: bool):
+    target = tiny_target.model_copy(update={"model": str(tmp_path)})
+    whole = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    save_file(whole, tmp_path / WEIGHTS)
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    if left:
+        save_file({"a": whole["a"]}, tmp_path / "one.safetensors")
+    with pytest.raises(StoreError, match=f"{WEIGHTS} has all of its tensors: remove {INDEX}") as refusal:
+        read_model_headers(target)
+    assert (", and one.safetensors" in str(refusal.value)) == left
+    (tmp_path / INDEX).unlink()
+    assert set(read_model_headers(target).tensors) == {"a", "b"}
+    index["weight_map"]["c"] = "two.safetensors"  # which the whole file lacks
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(StoreError, match=r"Copy or download the model again, all of its files"):
+        read_model_headers(target)
+
+
 def test_a_folder_without_weights_says_so(tmp_path: Path, tiny_target: TargetFiles):
     with pytest.raises(StoreError, match=f"expected {WEIGHTS} or {INDEX}, found neither"):
         read_model_headers(tiny_target.model_copy(update={"model": str(tmp_path)}))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_mask_token, parse_taps
+from draftworks.config.option_checks import check_mask_token, parse_taps, spread_taps
 from draftworks.config.strategies import (
     ExportSpec,
+    FitDefault,
     MetricSums,
     StrategySpec,
     TargetSizes,
@@ -111,6 +113,8 @@ class DFlashOptions(LayerOptions):
 def choose_dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTap, ...]:
     """Return taps spread evenly from after the second layer to after the third last, as in z-lab's drafts.
 
+    In a target with fewer layers between these they are spread over all of them.
+
     Raises:
         ConfigError: a tap is not inside the target, or taps collide.
     """
@@ -119,7 +123,27 @@ def choose_dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTa
         default = [num_layers // 2 + 1]
     else:
         default = [1 + round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+    if count <= max(num_layers - 1, 1) and not _are_taps(default, num_layers):
+        default = spread_taps(count, num_layers)
     return parse_taps(options.strategy, options.layer_ids, default, num_layers, count)
+
+
+def _are_taps(ids: list[int], num_layers: int) -> bool:
+    return sorted(set(ids)) == ids and ids[0] >= 0 and ids[-1] < num_layers
+
+
+def _fit_num_taps(default: int, given: Mapping[str, Any], target: TargetSizes) -> int:
+    """Return as many taps as there are outputs of layers before the last; what an entry's layer_ids replace stays."""
+    if given.get("layer_ids") is not None:
+        return default
+    return max(1, min(default, target.num_layers - 1))
+
+
+FITTED: dict[str, FitDefault] = {
+    "block_size": lambda default, given, target: max(2, min(default, target.max_length - 1)),
+    "num_taps": _fit_num_taps,
+}
+"""Defaults that a small target lowers: a block is shorter than a sample, and a tap is the output of a layer but the last."""
 
 
 def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
@@ -160,6 +184,7 @@ DFLASH = register_strategy(
         taps=choose_dflash_taps,
         factory="draftworks.strategies.dflash.strategy:DFlashStrategy",
         uses_last_hidden=False,
+        fitted=FITTED,
         check=check_dflash,
         packing_refusal=allow_packing,
         metric_sums=_list_metric_sums,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from pydantic import Field, model_validator
@@ -17,6 +18,7 @@ from draftworks.config.strategies import (
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import (
+    FITTED,
     DFlashOptions,
     check_dflash,
     choose_dflash_taps,
@@ -104,6 +106,11 @@ DFLASH2 = register_strategy(
         taps=choose_dflash_taps,
         factory="draftworks.strategies.dflash2.strategy:DFlash2Strategy",
         uses_last_hidden=False,
+        fitted={
+            **FITTED,
+            "conv_group_size": lambda default, given, target: math.gcd(default, target.hidden_size),
+            "selector_top_k": lambda default, given, target: min(default, target.vocab_size),
+        },
         check=check_dflash2,
         packing_refusal=allow_packing,
         metric_sums=_list_metric_sums,

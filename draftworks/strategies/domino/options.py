@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, allow_packing, register_strategy
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import (
+    FITTED,
     DFlashOptions,
     check_dflash,
     choose_dflash_taps,
@@ -83,6 +84,7 @@ DOMINO = register_strategy(
         taps=choose_dflash_taps,
         factory="draftworks.strategies.domino.strategy:DominoStrategy",
         uses_last_hidden=False,
+        fitted=FITTED,
         check=check_dflash,
         packing_refusal=allow_packing,
         metric_sums=_list_metric_sums,

@@ -10,6 +10,7 @@ from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, a
 from draftworks.config.teacher_options import TeacherOptions
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import (
+    FITTED,
     DFlashOptions,
     check_dflash,
     choose_dflash_taps,
@@ -91,6 +92,7 @@ DSPARK = register_strategy(
         options=DSparkOptions,
         taps=choose_dflash_taps,
         factory="draftworks.strategies.dspark.strategy:DSparkStrategy",
+        fitted=FITTED,
         check=check_dflash,
         packing_refusal=allow_packing,
         metric_sums=_list_metric_sums,

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_served_heads, choose_eagle_taps
+from draftworks.config.option_checks import check_served_heads, choose_eagle_taps, fit_draft_vocabulary
 from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, TargetSizes, register_strategy
 from draftworks.config.teacher_options import TeacherOptions
 from draftworks.storage.identity import LayerTap
@@ -30,9 +30,15 @@ class Eagle3Options(LayerOptions, TeacherOptions):
     ttt_length: int = Field(
         default=7, ge=1, le=32, description="Draft steps unrolled in training, which is the length of a proposal."
     )
-    draft_vocab_size: int = Field(default=32000, ge=8, description="Most frequent supervised tokens the head predicts.")
+    draft_vocab_size: int = Field(
+        default=32000,
+        ge=8,
+        description="Most frequent supervised tokens the head predicts; by default at most the target's.",
+    )
     layer_ids: list[int] | None = Field(
-        default=None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
+        default=None,
+        min_length=1,
+        description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3], spread over the layers of a shallow target.",
     )
     step_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of step i's loss is step_decay ** i.")
     short_unroll: float = Field(
@@ -144,6 +150,7 @@ EAGLE3 = register_strategy(
         taps=choose_eagle3_taps,
         factory="draftworks.strategies.eagle3.strategy:Eagle3Strategy",
         uses_vocab_mapping=True,
+        fitted={"draft_vocab_size": fit_draft_vocabulary},
         check=check_eagle3,
         heads_divide_hidden=True,
         packing_refusal=_mean_over_positions,

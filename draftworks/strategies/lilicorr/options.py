@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -17,6 +18,7 @@ from draftworks.config.strategies import (
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import (
+    FITTED,
     DFlashOptions,
     check_dflash,
     choose_dflash_taps,
@@ -112,6 +114,19 @@ def default_lattice_size(hidden_size: int) -> int:
     return min(hidden_size, WIDEST_DEFAULT)
 
 
+def _fit_candidates(default: int, given: Mapping[str, Any], target: TargetSizes) -> int:
+    """Return the most candidates, of the numbers that servers take, that a vocabulary has."""
+    return max(each for each in SERVED_CANDIDATES if each <= min(default, target.vocab_size))
+
+
+def _fit_lattice_heads(default: int, given: Mapping[str, Any], target: TargetSizes) -> int:
+    """Return the largest number of heads that divides the default width; an entry's own width has to suit the default."""
+    if given.get("lattice_size") is not None:
+        return default
+    width = default_lattice_size(target.hidden_size)
+    return max(heads for heads in range(1, default + 1) if width % heads == 0)
+
+
 def check_lilicorr(options: LiLiCorrOptions, target: TargetSizes) -> None:
     """Raise ConfigError for what DFlash refuses, channels that are not whole groups, or more candidates than tokens."""
     check_dflash(options, target)
@@ -140,6 +155,7 @@ LILICORR = register_strategy(
         options=LiLiCorrOptions,
         taps=choose_dflash_taps,
         factory="draftworks.strategies.lilicorr.strategy:LiLiCorrStrategy",
+        fitted={**FITTED, "candidate_topk": _fit_candidates, "lattice_heads": _fit_lattice_heads},
         check=check_lilicorr,
         packing_refusal=allow_packing,
         metric_sums=_list_metric_sums,

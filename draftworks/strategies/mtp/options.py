@@ -63,6 +63,7 @@ MTP = register_strategy(
         options=MtpOptions,
         taps=choose_no_taps,
         factory="draftworks.strategies.mtp.strategy:MtpStrategy",
+        fitted={"num_steps": lambda default, given, target: max(1, min(default, target.max_length - _KNOWN))},
         check=check_mtp,
         packing_refusal=allow_packing,
         metric_sums=_list_metric_sums,

@@ -7,7 +7,12 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_mask_token, check_served_heads, choose_eagle_taps
+from draftworks.config.option_checks import (
+    check_mask_token,
+    check_served_heads,
+    choose_eagle_taps,
+    fit_draft_vocabulary,
+)
 from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, TargetSizes, register_strategy
 from draftworks.config.teacher_options import TeacherOptions
 from draftworks.errors import ConfigError
@@ -42,9 +47,15 @@ class PEagleOptions(LayerOptions, TeacherOptions):
     num_layers: int = Field(
         default=4, ge=1, description="Decoder layers of the draft; the first reads tokens beside states."
     )
-    draft_vocab_size: int = Field(default=32000, ge=8, description="Most frequent supervised tokens the head predicts.")
+    draft_vocab_size: int = Field(
+        default=32000,
+        ge=8,
+        description="Most frequent supervised tokens the head predicts; by default at most the target's.",
+    )
     layer_ids: list[int] | None = Field(
-        default=None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
+        default=None,
+        min_length=1,
+        description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3], spread over the layers of a shallow target.",
     )
     mask_token_id: int | None = Field(
         default=None,
@@ -128,6 +139,10 @@ PEAGLE = register_strategy(
         factory="draftworks.strategies.peagle.strategy:PEagleStrategy",
         uses_vocab_mapping=True,
         heads_divide_hidden=True,
+        fitted={
+            "draft_vocab_size": fit_draft_vocabulary,
+            "num_depths": lambda default, given, target: max(1, min(default, target.max_length - _KNOWN)),
+        },
         check=check_peagle,
         packing_refusal=_mean_over_micro_batches,
         metric_sums=_list_metric_sums,

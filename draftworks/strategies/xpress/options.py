@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, allow_packing, register_strategy
 from draftworks.config.teacher_options import TeacherOptions
-from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
+from draftworks.strategies.dflash.options import FITTED, DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
 
 
 class XPressOptions(DFlashOptions, TeacherOptions):
@@ -60,6 +60,7 @@ XPRESS = register_strategy(
         options=XPressOptions,
         taps=choose_dflash_taps,
         factory="draftworks.strategies.xpress.strategy:XPressStrategy",
+        fitted=FITTED,
         check=check_dflash,
         packing_refusal=allow_packing,
         metric_sums=_list_metric_sums,
