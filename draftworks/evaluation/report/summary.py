@@ -1,4 +1,4 @@
-"""Summary of a report for the leaderboard and other readers, from report.json only. Standard library only."""
+"""Summary of a report for the leaderboard and other readers, from report.json only. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.decoding import AcceptanceRule, Decoding
 from draftworks.errors import DataError, DraftworksError, StoreError
 from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
 from draftworks.storage.manifest import FileManifest
@@ -84,8 +85,11 @@ class RungScore:
     Attributes:
         metric: name of the number; it contains the rung.
         value: acceptance length, or accuracy on rung 0. None without a pass.
+        temperature: on rung 4, and on rung 1 where it is of servers that sample.
         low, high: its interval at the level `confidence`.
         speed_up: on rung 4, over decoding without a draft.
+        rule: by which tokens are accepted above temperature 0; that of a report from before there were several is `rejection`.
+        servers: those that accept by the rule, as it was known when the report was made; empty without a rule.
     """
 
     draft: str
@@ -100,6 +104,8 @@ class RungScore:
     passes: int | None = None
     tokens_per_pass: float | None = None
     speed_up: float | None = None
+    rule: AcceptanceRule | None = None
+    servers: str = ""
 
     @classmethod
     def from_json(cls, draft: str, entry: Mapping[str, Any]) -> RungScore:
@@ -112,6 +118,8 @@ class RungScore:
             metric=entry["metric"],
             value=entry["value"],
             temperature=entry["temperature"],
+            rule=Decoding.from_json(entry).rule if entry["temperature"] else None,
+            servers=entry.get("servers", ""),
             speed_up=entry["speed_up"],
             **{name: counted[name] for name in names if counted},
         )
@@ -188,7 +196,7 @@ class ReportSummary:
         return score.value
 
     def select_scores(self, draft: str, rung: int) -> tuple[RungScore, ...]:
-        """Return the scores of a draft on a rung: on rung 0 one per draft position, on 1 and 4 one per temperature."""
+        """Return the scores of a draft on a rung: on rung 0 one per draft position, on 1 and 4 one per decoding."""
         return tuple(score for score in self.scores if (score.draft, score.rung) == (draft, rung))
 
     @property
