@@ -20,7 +20,7 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.evaluation.labels import Exactness
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.markdown_tables import render_table
-from draftworks.evaluation.report.sampled import describe_rates
+from draftworks.evaluation.report.sampled import describe_contexts, describe_rates
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.storage.artifacts import Artifact
@@ -207,9 +207,16 @@ def _limits(subject: CardSubject) -> str:
             "Rungs 2 and 3 are exact but for rounding: the target wrote the answers, greedily, and near ties may be decided "
             "either way."
         )
+    limits += dict.fromkeys(filter(None, map(_contexts, subject.reports)))
     if any(score.rung == 4 for report in subject.reports for score in report.scores):
         limits.append("Speed-ups are of one prompt at a time on the machine that measured, not of a server under load.")
     return _section("Limits", "\n".join(f"* {limit}" for limit in limits))
+
+
+def _contexts(report: ReportSummary) -> str:
+    """Return whose contexts the scores of rung 1 above temperature 0 are of; an empty text without one."""
+    simulated = [score.decoding for score in report.scores if score.rung == 1 and score.decoding is not None]
+    return describe_contexts(simulated, report.answers)
 
 
 def _provenance(subject: CardSubject) -> str:

@@ -98,6 +98,8 @@ def build_acceptance_table(strategy: str, report: Artifact) -> Table:
 def build_sampled_table(strategy: str, report: Artifact) -> Table:
     """Build a table with a row per temperature and rule of acceptance, of the trained draft."""
     table = Table(title=f"{strategy}: above temperature 0, by the rule of each server", title_justify="left")
+    table.caption = "simulated (rung 1) is over the contexts of the stored answers; loop (rung 4) decodes"
+    table.caption_justify = "left"
     for column in ("decoding", "rule", "servers", "simulated", "loop"):
         table.add_column(column, justify="right" if column in ("simulated", "loop") else "left")
     for one in list_sampled_acceptance(strategy, report.summary["drafts"]["trained"]):

@@ -16,6 +16,7 @@ import pytest
 from model_card_toys import DATASET, DRAFT, LOCAL, REPORT, SCORES, TARGET
 from own_names import find_own_names
 
+from draftworks.config.decoding import Decoding
 from draftworks.evaluation.labels import LabelCounts
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.summary import RungScore
@@ -27,10 +28,10 @@ WHOLE = {**DRAFT.identity, "options": {"draft_vocab_size": TARGET.vocab_size}, "
 BLOCKS = RungScore("trained", 2, "rung2_block_acc_len", 2.6, None, 2.4, 2.8, 0.95, 40, 900, 3.6)
 SAMPLED = RungScore(
     *("trained", 4, "rung4_loop_acc_len_t0.7_greedy_draft", 1.9, 0.7, 1.7, 2.1, 0.95, 7, 55, 2.9, 1.3),
-    rule="greedy_draft",
+    decoding=Decoding(0.7, "greedy_draft"),
     servers="vLLM 0.33, SGLang 0.5.23",
 )
-OLD = RungScore("trained", 1, "simulated_acc_len_t0.7", 2.2, 0.7, rule="rejection")
+OLD = RungScore("trained", 1, "simulated_acc_len_t0.7", 2.2, 0.7, decoding=Decoding(0.7, "rejection"))
 ROUNDED = replace(
     REPORT,
     label_agreement=0.998,
