@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import DistinctNumbers, Dtype, Spec, require_distinct
 from draftworks.config.decoding import GREEDY, AcceptanceRule, Decoding
 from draftworks.config.server_rules import list_usual_rules
-
-DistinctRules = Annotated[list[AcceptanceRule], AfterValidator(require_distinct), Field(min_length=1)]
 
 
 class LoopSpec(Spec):
@@ -32,8 +30,9 @@ class LoopSpec(Spec):
         le=1,
         description="Above temperature 0: and from the fewest of them with this mass; 1 = all. Servers leave the draft uncut.",
     )
-    rules: DistinctRules | None = Field(
+    rules: list[AcceptanceRule] | None = Field(
         default=None,
+        min_length=1,
         description="Rules of acceptance above temperature 0; null: those that servers have for the strategy unasked. block is "
         "of rung 4 only.",
     )
@@ -45,6 +44,11 @@ class LoopSpec(Spec):
         if any(temperature < 0 for temperature in value):
             raise ValueError(f"a temperature is at least 0, found {value}")
         return value
+
+    @field_validator("rules")
+    @classmethod
+    def _check_rules(cls, value: list[AcceptanceRule] | None) -> list[AcceptanceRule] | None:
+        return None if value is None else require_distinct(value)
 
     @model_validator(mode="after")
     def _check_effect(self) -> LoopSpec:
