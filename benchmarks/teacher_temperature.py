@@ -19,6 +19,7 @@ import torch
 import typer
 from figures import format_table
 
+from draftworks.config.decoding import AcceptanceRule, Decoding
 from draftworks.config.loop import LoopSpec
 from draftworks.config.run_files import EvaluateRun, TrainRun
 from draftworks.programs.evaluate import evaluate
@@ -26,6 +27,7 @@ from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
 
 WALK = "eval/rung3_walk_acc_len"
+RULES: tuple[AcceptanceRule, AcceptanceRule] = ("rejection", "greedy_draft")
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class Column:
 def list_columns(served: list[float]) -> list[Column]:
     columns = [Column("walk, greedy", WALK)]
     for temperature in served:
-        at = f"t{temperature:g}"
+        drawn, greedy = (Decoding(temperature, rule).suffix for rule in RULES)
         columns += [
-            Column(f"rung 1 at {temperature:g}, rejection", f"eval/simulated_acc_len_{at}_rejection"),
-            Column(f"rung 1 at {temperature:g}, greedy_draft", f"eval/simulated_acc_len_{at}_greedy_draft"),
-            Column(f"rung 4 at {temperature:g}, greedy_draft", f"eval/rung4_loop_{at}_greedy_draft_acc_len"),
+            Column(f"rung 1 at {temperature:g}, rejection", f"eval/simulated_acc_len_{drawn}"),
+            Column(f"rung 1 at {temperature:g}, greedy_draft", f"eval/simulated_acc_len_{greedy}"),
+            Column(f"rung 4 at {temperature:g}, greedy_draft", f"eval/rung4_loop_{greedy}_acc_len"),
         ]
     return columns
 
@@ -56,8 +58,8 @@ def measure(
         draft = Path(folder) / "draft"
         train(training.model_copy(update={"out": draft, "options": options}), ProgramContext())
         found: dict[str, Any] = {}
-        for rule, asked in (("rejection", 0), ("greedy_draft", prompts)):
-            loop = LoopSpec(prompts=asked, temperatures=served, rules=[rule])
+        for rule in RULES:
+            loop = LoopSpec(prompts=prompts if rule == "greedy_draft" else 0, temperatures=served, rules=[rule])
             changes = {"out": Path(folder) / rule, "draft": draft, "options": options, "loop_cache": None}
             evaluation = report.evaluation.model_copy(update={"loop": loop})
             run = report.model_copy(update={**changes, "evaluation": evaluation})
@@ -82,9 +84,7 @@ def main(
         found = []
         for seed in range(seeds):
             trained = training.training.model_copy(update={"seed": training.training.seed + seed})
-            found.append(
-                measure(training.model_copy(update={"training": trained}), report, options, served, prompts)
-            )
+            found.append(measure(training.model_copy(update={"training": trained}), report, options, served, prompts))
         means = [statistics.mean(each[column.metric] for each in found) for column in columns]
         rows.append([f"{temperature:g}", *(f"{mean:.3f}" for mean in means)])
     print(format_table(["teacher_temperature", *(column.header for column in columns)], rows))

@@ -48,7 +48,8 @@ class LoopSpec(Spec):
     @field_validator("rules")
     @classmethod
     def _check_rules(cls, value: list[AcceptanceRule] | None) -> list[AcceptanceRule] | None:
-        return None if value is None else require_distinct(value)
+        require_distinct([str(rule) for rule in value or ()])
+        return value
 
     @model_validator(mode="after")
     def _check_effect(self) -> LoopSpec:

@@ -173,8 +173,8 @@ def list_usual_rules(strategy: str) -> tuple[AcceptanceRule, ...]:
 
     For a strategy that no known server loads it is `greedy_draft`, the default of both servers.
     """
-    found = dict.fromkeys(row.rule for row in list_server_rules(strategy) if row.usual)
-    return tuple(found) or ("greedy_draft",)
+    found: dict[AcceptanceRule, None] = {row.rule: None for row in list_server_rules(strategy) if row.usual}
+    return tuple(found) if found else ("greedy_draft",)
 
 
 def describe_servers(strategy: str, rule: AcceptanceRule | None) -> str:

@@ -166,8 +166,8 @@ def _rule(score: RungScore) -> str:
 def _rungs(subject: CardSubject) -> str:
     scores = [score for report in subject.reports for score in report.scores]
     lines = [f"* **Rung {rung}**: {RUNG_MEANINGS[rung]}" for rung in sorted({score.rung for score in scores})]
-    rules = sorted({score.rule for score in scores if score.rule is not None})
-    lines += [f"* `{rule}`: {RULE_MEANINGS[rule]}." for rule in rules]
+    used = {score.rule for score in scores}
+    lines += [f"* `{rule}`: {meaning}." for rule, meaning in RULE_MEANINGS.items() if rule in used]
     lengths = "Lengths are draft tokens accepted per pass of the target; the token that the target adds itself is not counted."
     return _section("What the rungs mean", "\n".join(lines), lengths)
 
