@@ -8,6 +8,7 @@ import dagster as dg
 
 from draftworks.config.run_files import CHECKPOINTS_FOLDER
 from draftworks.config.strategies import StrategySpec
+from draftworks.evaluation.report.sampled import describe_rates
 from draftworks.evaluation.strategy_metrics import format_rates_by_position, select_strategy_metrics
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import (
@@ -107,7 +108,7 @@ def describe_draft(artifact: Artifact) -> dict[str, Any]:
         "last_loss",
         "world_size",
     )
-    best = summary["best"]
+    best, rates = summary["best"], describe_rates(DraftIdentity.of(artifact).strategy, summary["heldout"])
     return {
         **{name: summary[name] for name in figures},
         **(
@@ -121,6 +122,7 @@ def describe_draft(artifact: Artifact) -> dict[str, Any]:
         **select_acceptance(summary["heldout"]),
         **format_rates_by_position(summary["heldout"]),
         **select_strategy_metrics(summary["heldout"]),
+        **({"acceptance_rule": rates} if rates else {}),
         **describe_stream(summary),
         **describe_left_out(summary),
         "heldout": dg.MetadataValue.json(summary["heldout"]),

@@ -276,14 +276,13 @@ def locate_feature_set(workspace: Workspace, target: str, name: str) -> FeatureS
     return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_locate_entry(workspace, features))
 
 
-def are_greedy_answers(workspace: Workspace, target: str, name: str, files: TargetFiles) -> bool:
-    """Whether the answers of an eval set are greedy ones of the target's weights, from its own engine.
+def read_answers_identity(workspace: Workspace, target: str, name: str) -> AnswersIdentity:
+    """Return what the answers of an eval set were made from.
 
     Raises:
         StoreError: not materialized yet.
     """
-    found = AnswersIdentity.of(workspace.artifacts.load_current(of_eval_set(name).responses, target))
-    return found.is_greedy_of(files.digest)
+    return AnswersIdentity.of(workspace.artifacts.load_current(of_eval_set(name).responses, target))
 
 
 def read_eval_data(workspace: Workspace, target: str, name: str, streams: Iterable[str]) -> EvalData:

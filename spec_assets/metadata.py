@@ -13,6 +13,7 @@ from typing import Any
 import dagster as dg
 
 from draftworks.evaluation.report.markdown_tables import render_table
+from draftworks.evaluation.report.sampled import list_sampled_acceptance
 from draftworks.storage.artifacts import Artifact
 
 DIGITS = 4
@@ -60,6 +61,20 @@ def select_acceptance(metrics: Mapping[str, Any], suffix: str = "") -> dict[str,
     """Return accepted draft tokens per pass for each rung that was measured; Dagster plots such floats over time."""
     rungs = {"simulated_acc_len": SIMULATED, "walk_acc_len": WALK, "loop_acc_len": LOOP}
     return {f"{name}{suffix}": metrics[key] for name, key in rungs.items() if metrics.get(key) is not None}
+
+
+def tabulate_sampled(strategy: str, metrics: Mapping[str, Any], suffix: str = "") -> dict[str, Any]:
+    """Return a table of acceptance above temperature 0 by rule, with the servers that it is of; {} where none was measured."""
+    columns = ("decoding", "rule", "servers", "simulated_acc_len", "loop_acc_len")
+    rows = [
+        (one.decoding.describe(), one.decoding.rule, one.servers, _figure(one.simulated), _figure(one.loop))
+        for one in list_sampled_acceptance(strategy, metrics)
+    ]
+    return {f"sampled_acceptance{suffix}": format_table(columns, rows)} if rows else {}
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.{DIGITS}g}"
 
 
 def describe_rejections(artifact: Artifact) -> dict[str, Any]:

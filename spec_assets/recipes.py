@@ -110,7 +110,7 @@ def resolve_recipes(target: TargetSpec, registry: Registry) -> dict[str, dict[st
         },
         EVALUATION_RECIPE: {
             "evals": sorted(target.evals),
-            "evaluation": target.evaluation.to_identity(),
+            "evaluation": target.evaluation.to_identity(target.strategies),
             "max_new_tokens": target.responses.max_new_tokens,
             "max_length": target.max_length,
         },

@@ -10,6 +10,7 @@ import dagster as dg
 
 from draftworks.config.mix import OFF, ON
 from draftworks.config.registry_files import TargetSpec
+from draftworks.config.responses import AnswersSampling
 from draftworks.config.run_files import VOCAB_FILE, EvaluateRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
@@ -37,8 +38,8 @@ from spec_assets.common import (
     require_publishable,
     require_target,
 )
-from spec_assets.evals import are_greedy_answers, locate_feature_set, read_eval_data
-from spec_assets.metadata import embed_picture, select_acceptance
+from spec_assets.evals import locate_feature_set, read_answers_identity, read_eval_data
+from spec_assets.metadata import embed_picture, select_acceptance, tabulate_sampled
 
 GROUP = "reports"
 LAST = LastHidden().name
@@ -92,7 +93,7 @@ def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.Assets
         artifact = obtain_result(context, workspace, identity, functools.partial(build, newest))
         published = publish_result(context, workspace, artifact)
         slices = describe_weighted_slices(workspace, strategy, artifact)
-        return report_result(context, artifact, {**describe_report(artifact), **slices, **published})
+        return report_result(context, artifact, {**describe_report(artifact, strategy.name), **slices, **published})
 
     return report
 
@@ -133,7 +134,7 @@ class ReportSubject:
             draft_identity=self.draft.path.name,
             heldout=measured.pop(HELDOUT),
             evals=measured,
-            evaluation=self.target.evaluation.to_identity(),
+            evaluation=self.target.evaluation.to_identity((self.strategy.name,)),
             limits=read_limits(self.target),
             bigram_tokens=self.train_tokens.data_version,
         )
@@ -143,6 +144,8 @@ class ReportSubject:
             workspace.resolve_target_files(self.target.name),
             self.target.strategies[self.strategy.name].training,
         )
+        answers = read_answers_identity(workspace, self.target.name, name)
+        sampling = answers.find_sampling_of(files.digest)
         return EvaluateRun(
             out=out,
             target=files,
@@ -152,7 +155,8 @@ class ReportSubject:
             train_tokens=self.train_tokens.path,
             heldout=locate_feature_set(workspace, self.target.name, name),
             eval_set=name,
-            greedy_answers=are_greedy_answers(workspace, self.target.name, name, files),
+            greedy_answers=answers.is_greedy_of(files.digest),
+            answers=None if sampling is None else AnswersSampling(**sampling),
             store=workspace.locate_feature_store(files),
             vocab_mapping=self.draft.path / VOCAB_FILE if self.strategy.uses_vocab_mapping else None,
             evaluation=self.target.evaluation,
@@ -220,12 +224,13 @@ def list_draft_changes(workspace: Workspace, draft: Artifact, target: TargetSpec
     return fleet.list_draft_changes(draft, target, workspace.resolve_target_files(target.name))
 
 
-def describe_report(artifact: Artifact) -> dict:
+def describe_report(artifact: Artifact, strategy: str) -> dict:
     """Return metadata of a report: the held-out set first, then the other eval sets."""
     metadata: dict[str, Any] = {}
     for name, report in artifact.summary["evals"].items():
         suffix = "" if name == HELDOUT else f"_{name}"
         metadata |= select_acceptance(report["drafts"]["trained"], suffix)
+        metadata |= tabulate_sampled(strategy, report["drafts"]["trained"], suffix)
         for way in (ON, OFF) if "thinking" in report else ():
             metadata[f"walk_acc_len_thinking_{way}{suffix}"] = report["thinking"][way]["micro"]
         folder = artifact.path / name

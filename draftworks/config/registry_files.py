@@ -6,11 +6,12 @@ Every model refuses unknown keys.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import DistinctNames, DistinctNumbers, Dtype, Spec
+from draftworks.config.base import DistinctNames, Dtype, Spec
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.comparison import ComparisonSpec
 from draftworks.config.conversion import DataSpec
@@ -18,6 +19,7 @@ from draftworks.config.cron import parse_cron, require_timezone
 from draftworks.config.dataset_urls import is_url, parse_dataset_url
 from draftworks.config.decision import DecisionSpec
 from draftworks.config.gates import GateSpec
+from draftworks.config.loop import LoopSpec
 from draftworks.config.mix import MixSpec
 from draftworks.config.observation import ObservationSpec, ObservedServerSpec, check_servers
 from draftworks.config.responses import ResponseSpec
@@ -158,21 +160,6 @@ class TrainingSpec(Spec):
         )
 
 
-class LoopSpec(Spec):
-    """Rung 4 of the acceptance ladder: real speculative decoding, one prompt at a time."""
-
-    prompts: int = Field(default=16, ge=0, description="Held-out prompts to decode; 0 leaves the rung out.")
-    temperatures: DistinctNumbers = Field(default=[0.0], description="0 is greedy; others sample.")
-    compute_dtype: Dtype = Field(default="float32", description="Dtype of the target's weights and activations.")
-
-    @field_validator("temperatures")
-    @classmethod
-    def _check_temperatures(cls, value: list[float]) -> list[float]:
-        if any(temperature < 0 for temperature in value):
-            raise ValueError(f"a temperature is at least 0, found {value}")
-        return value
-
-
 class EvaluationSpec(Spec):
     """How the target's drafts are measured, and the schedule on which they are measured again."""
 
@@ -207,9 +194,10 @@ class EvaluationSpec(Spec):
     def _check_timezone(cls, value: str) -> str:
         return require_timezone(value)
 
-    def to_identity(self) -> dict[str, Any]:
-        """Return the options that determine the figures of a report."""
-        return self.model_dump(include={"draft_tokens", "loop", "confidence", "resamples", "slices"})
+    def to_identity(self, strategies: Iterable[str] = ()) -> dict[str, Any]:
+        """Return the options that determine the figures of reports on these strategies' drafts; without any, the greedy ones."""
+        decided = self.model_dump(include={"draft_tokens", "confidence", "resamples", "slices"})
+        return {**decided, "loop": self.loop.to_identity(strategies)}
 
 
 class ExportSettings(Spec):

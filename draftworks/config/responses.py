@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec
+from draftworks.config.decoding import Decoding
 from draftworks.config.urls import parse_urls
 
 ENVIRONMENT_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -54,6 +55,30 @@ class EndpointSpec(Spec):
     def to_identity(self) -> dict[str, Any]:
         """Return the options that determine the answers; addresses, time limits and numbers of attempts do not."""
         return self.model_dump(include={"model", "server", "token_ids"})
+
+
+class AnswersSampling(Spec):
+    """How a target's stored answers were written: 0 is greedily, without other values."""
+
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
+    top_k: int | None = Field(default=None, ge=1, description="null: no limit.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="1 = no limit.")
+
+    def writes_as(self, decoding: Decoding) -> bool:
+        """Return whether a server that decodes so writes answers of this distribution."""
+        if self.temperature == 0 or decoding.temperature == 0:
+            return self.temperature == decoding.temperature
+        ours, theirs = (
+            (self.temperature, self.top_k, self.top_p),
+            (decoding.temperature, decoding.top_k, decoding.top_p),
+        )
+        return ours == theirs
+
+    def describe(self) -> str:
+        """Return it in words: `greedily`, `at temperature 0.7, top-p 0.9`."""
+        if self.temperature == 0:
+            return "greedily"
+        return f"at {Decoding(self.temperature, 'rejection', self.top_k, self.top_p).describe()}"
 
 
 class ResponseSpec(Spec):

@@ -17,6 +17,7 @@ from draftworks.config.capture import CaptureSpec, FeatureStorage
 from draftworks.config.features import StoreKind
 from draftworks.config.object_storage import ObjectFeaturesSpec
 from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
+from draftworks.config.responses import AnswersSampling
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
 from draftworks.config.streaming import StreamFollower, StreamingSpec, StreamSteps
@@ -320,6 +321,9 @@ class EvaluateRun(TargetRun):
     eval_set: str = "heldout"
     greedy_answers: bool | None = Field(
         default=None, description="Whether this target wrote the eval set's answers, greedily; None: not known."
+    )
+    answers: AnswersSampling | None = Field(
+        default=None, description="How this target wrote the eval set's answers; None: others did, or it is not known."
     )
     max_new_tokens: int = Field(default=512, gt=0, description="Token limit of the eval set's answers.")
     max_length: int | None = Field(

@@ -1,4 +1,19 @@
-"""Speculative sampling: verify a chain so that the output is distributed as the target's own."""
+"""Speculative sampling: verify a chain so that the output is distributed as the target's own, by the rule of a server.
+
+With p the target's distributions and q the draft's, each at the place of a proposed token x_i, all rules are made of
+
+    stands        the probability that x_i is accepted once all before it are: min(1, p(x_i) / q(x_i))
+    residual      what the next token is drawn from after a rejection there: max(p - q, 0), normalised
+
+(Leviathan et al., arXiv 2211.17192, algorithm 1). A greedy draft proposes its argmax, so its q is 1 there and 0 elsewhere: x_i
+stands with probability p(x_i), and the residual is p without x_i. Block verification (Sun et al., arXiv 2403.10444, algorithm
+2) accepts the longest prefix that stands as a whole, with w_i = min(1, w_{i-1} p(x_i) / q(x_i)), w_0 = 1:
+
+    r_i = Σ max(w_i p - q, 0) at the place after x_i,   stands = r_i / (r_i + 1 - w_i), and w_k for the last one
+    residual      max(w_i p - q, 0) there, normalised
+
+With a greedy draft that is the same distribution as token by token.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from draftworks.config.decoding import Decoding
 from draftworks.drafts.strategy import Proposal
 
 
@@ -18,9 +34,44 @@ class Verdict:
     next_token: int
 
 
+@dataclass(frozen=True)
+class Outcomes:
+    """Every possible outcome of verifying k proposals.
+
+    Attributes:
+        chances: (k + 1,) float64, the probability that exactly so many are accepted.
+        residuals: (k + 1, V), what the next token is drawn from then. Rows of chance 0 mean nothing.
+    """
+
+    chances: Tensor
+    residuals: Tensor
+
+
 def distribution(logits: Tensor, temperature: float) -> Tensor:
     """Softmax at a temperature above 0, in at least float32."""
     return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).softmax(-1)
+
+
+def find_target_distribution(logits: Tensor, decoding: Decoding) -> Tensor:
+    """Return the target's distribution above temperature 0, cut as `Decoding` says, (…, V) in at least float32.
+
+    Top-k keeps all that are as likely as the k-th; top-p keeps a token if those that are likelier have less mass than p, as
+    in vLLM. (SGLang also keeps it if they have exactly p.)
+    """
+    probabilities = distribution(logits, decoding.temperature)
+    if decoding.top_k is not None and decoding.top_k < probabilities.shape[-1]:
+        least = probabilities.topk(decoding.top_k, dim=-1).values[..., -1:]
+        probabilities = _normalize(probabilities.masked_fill(probabilities < least, 0))
+    if decoding.top_p < 1:
+        ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        dropped = torch.zeros_like(ordered, dtype=torch.bool).scatter(-1, ids, before >= decoding.top_p)
+        probabilities = _normalize(probabilities.masked_fill(dropped, 0))
+    return probabilities
+
+
+def _normalize(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def draw(probabilities: Tensor, generator: Generator | None) -> Tensor:
@@ -28,29 +79,86 @@ def draw(probabilities: Tensor, generator: Generator | None) -> Tensor:
     return torch.multinomial(probabilities, 1, generator=generator)[0]
 
 
-def verify(proposal: Proposal, logits: Tensor, temperature: float, generator: Generator | None) -> Verdict:
+def choose_token(logits: Tensor, decoding: Decoding, generator: Generator | None) -> int:
+    """Return the token that the target says by itself, from its logits (V,)."""
+    if decoding.temperature == 0:
+        return int(logits.argmax())
+    return int(draw(find_target_distribution(logits, decoding), generator))
+
+
+def verify(proposal: Proposal, logits: Tensor, decoding: Decoding, generator: Generator | None) -> Verdict:
     """Return how many proposals the target accepts, and its next token.
 
-    Greedy: a proposal stands while it is the target's argmax. Sampled: proposal x of draft distribution q stands with
-    probability min(1, p(x)/q(x)); the first that does not is replaced by a draw from max(p - q, 0), normalised; if the
-    whole chain stands, the next token is drawn from p (Leviathan et al., arXiv 2211.17192, algorithm 1).
+    Greedy: a proposal stands while it is the target's argmax.
 
     Args:
         logits: (k + 1, V) of the target: row i is its distribution at proposal i, the last row the one after all of
             them.
+
+    Raises:
+        ValueError: the proposal was made at another temperature than the rule wants.
     """
-    if temperature == 0:
+    if (proposal.probabilities is None) != (decoding.draft_temperature == 0):
+        raise ValueError(
+            f"rule {decoding.rule}: expected a proposal at temperature {decoding.draft_temperature:g}, found one at another"
+        )
+    if decoding.temperature == 0:
         greedy = logits.argmax(-1)  # (k + 1,)
         accepted = int((greedy[:-1] == proposal.tokens).cumprod(0).sum())
         return Verdict(accepted, int(greedy[accepted]))
+    outcomes = find_outcomes(proposal, find_target_distribution(logits, decoding), by_block=decoding.rule == "block")
+    accepted = int(draw(outcomes.chances, generator))
+    return Verdict(accepted, int(draw(outcomes.residuals[accepted], generator)))
+
+
+def find_outcomes(proposal: Proposal, target: Tensor, by_block: bool) -> Outcomes:
+    """Return all that can come of a proposal.
+
+    Args:
+        target: (k + 1, V), the target's distributions; the last row is the one after all proposals.
+        by_block: block verification, instead of token by token.
+    """
+    tokens, count = proposal.tokens, len(proposal.tokens)
+    places, p = torch.arange(count, device=tokens.device), target.double()
+    q = torch.zeros_like(p)  # (k + 1, V): nothing is proposed at the last place
     if proposal.probabilities is None:
-        raise ValueError("a proposal made at temperature 0 cannot be verified at another")
-    target = distribution(logits, temperature)
-    for index, token in enumerate(proposal.tokens.tolist()):
-        p, q = target[index], proposal.probabilities[index].to(target.dtype)
-        if torch.rand((), generator=generator, dtype=p.dtype, device=p.device) * q[token] < p[token]:
-            continue
-        residual = (p - q).clamp_min(0)
-        # All zero only where p equals q to rounding; then p itself is the residual.
-        return Verdict(index, int(draw(residual if residual.any() else p, generator)))
-    return Verdict(len(proposal.tokens), int(draw(target[-1], generator)))
+        q[places, tokens] = 1
+    else:
+        q[:-1] = proposal.probabilities
+    ratios = p[places, tokens] / q[places, tokens]  # (k,)
+    if by_block:
+        weights = _find_prefix_weights(ratios)  # (k + 1,)
+        above = (weights[:, None] * p - q).clamp_min(0)  # (k + 1, V)
+        chances = _find_block_chances(weights, above.sum(-1))
+    else:
+        above = (p - q).clamp_min(0)
+        chances = _find_token_chances(ratios.clamp_max(1))
+    # All zero only where p equals q to rounding; then p itself is the residual.
+    return Outcomes(chances, _normalize(torch.where(above.any(-1, keepdim=True), above, p)))
+
+
+def _find_token_chances(stands: Tensor) -> Tensor:
+    """Return the chance that exactly 0 … k tokens are accepted, from the chance of each, (k,), once all before it are."""
+    reached = torch.cat([stands.new_ones(1), stands.cumprod(0)])  # (k + 1,)
+    return reached * torch.cat([1 - stands, stands.new_ones(1)])
+
+
+def _find_prefix_weights(ratios: Tensor) -> Tensor:
+    """Return w_0 … w_k."""
+    weights = [ratios.new_ones(())]
+    for ratio in ratios:
+        weights.append((weights[-1] * ratio).clamp_max(1))
+    return torch.stack(weights)
+
+
+def _find_block_chances(weights: Tensor, masses: Tensor) -> Tensor:
+    """Return the chance that exactly 0 … k tokens are accepted: the longest prefix that stands is.
+
+    Args:
+        weights, masses: (k + 1,), w_i and r_i.
+    """
+    rest = masses + (1 - weights)  # in this order no quotient is above 1
+    stands = torch.where(rest > 0, masses / rest.where(rest > 0, torch.ones_like(rest)), 1.0)
+    stands = torch.cat([stands.new_ones(1), stands[1:-1], weights[-1:]])
+    longer_fail = (1 - stands[1:]).flip(0).cumprod(0).flip(0)  # (k,), none of those after i stands
+    return stands * torch.cat([longer_fail, stands.new_ones(1)])

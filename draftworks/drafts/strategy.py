@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
+from draftworks.config.decoding import Decoding
 from draftworks.drafts.documents import Documents
 from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
@@ -21,14 +22,14 @@ class StepContext:
     Attributes:
         training: True where the batch is trained on, False where it is evaluated. Independent of autograd: an
             evaluation gives the same numbers with and without gradients.
-        temperatures: above 0, at which an evaluation also measures how likely a server accepts the draft's tokens, if the
-            strategy reads the target's distributions.
+        served: temperatures above 0 with the rules of servers, by which an evaluation also measures how likely these accept
+            the draft's tokens, if the strategy reads the target's distributions.
     """
 
     global_step: int = 0
     total_steps: int = 0
     training: bool = field(kw_only=True)
-    temperatures: tuple[float, ...] = ()
+    served: tuple[Decoding, ...] = ()
 
 
 @dataclass
@@ -42,8 +43,9 @@ class StepOutput:
         metric_sums: detached float64 sums by name, shape (T,) by draft step: `acc_corrects`, `acc_denoms` (accuracy),
             `loss_sums`, `loss_denoms` (loss per step), `acceptance_sums`, `acceptance_denoms` (probability that
             rejection sampling accepts, in evaluations; with a reduced vocabulary over the positions whose label is in
-            it, and `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), the same over all
-            labels at each temperature of the context, as in draftworks.drafts.objectives, and the strategy's own:
+            it, and `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), over all labels the
+            probability that a server accepts by each decoding of the context, see draftworks.drafts.acceptance, and the
+            strategy's own:
             `X_sums` with `X_denoms` are reported as `eval/X`.
     """
 

@@ -7,12 +7,15 @@ predictions count in the loss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftworks.config.decoding import Decoding
+from draftworks.drafts.acceptance import find_served_targets
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.logit_losses import find_argmax
 from draftworks.drafts.objectives import soften
@@ -89,12 +92,14 @@ class TeacherChunk(NamedTuple):
         q: (m, V_d), the target's distribution, renormalised over the draft vocabulary.
         labels: (m,) int64, the target's argmax as draft id; -1 outside the draft vocabulary.
         mass: (m,), the target's probability mass in the draft vocabulary; None if it was not asked for.
+        served: (d, m, V_d), the target's probabilities of the draft vocabulary by each decoding; None without one.
     """
 
     kept: Tensor
     q: Tensor
     labels: Tensor
     mass: Tensor | None
+    served: Tensor | None = None
 
 
 class Teacher(NamedTuple):
@@ -114,7 +119,13 @@ class Teacher(NamedTuple):
 
     @torch.no_grad()
     def compute_distributions(
-        self, positions: Tensor, dtype: torch.dtype, with_mass: bool, with_unknown: bool, temperature: float = 1.0
+        self,
+        positions: Tensor,
+        dtype: torch.dtype,
+        with_mass: bool,
+        with_unknown: bool,
+        temperature: float = 1.0,
+        served: Sequence[Decoding] = (),
     ) -> TeacherChunk:
         """Return the distributions at the positions (n,), in `dtype`.
 
@@ -123,6 +134,7 @@ class Teacher(NamedTuple):
         Args:
             temperature: that its logits are divided by.
             with_unknown: keep positions whose label is outside the draft vocabulary; otherwise they are left out.
+            served: decodings whose probabilities are wanted too; only with `with_unknown`.
         """
         logits = F.linear(self.last[positions].to(self.head.dtype), self.head)  # (n, V)
         labels = self.draft_index[find_argmax(logits)]  # (n,)
@@ -136,4 +148,5 @@ class Teacher(NamedTuple):
         mass = None
         if with_mass:
             mass = restricted.logsumexp(-1).sub_(soften(logits.to(dtype), temperature).logsumexp(-1)).exp_()
-        return TeacherChunk(kept, restricted.softmax(-1), labels, mass)
+        probabilities = find_served_targets(logits.to(dtype), served, self.draft_ids) if served else None
+        return TeacherChunk(kept, restricted.softmax(-1), labels, mass, probabilities)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftworks.config.decoding import Decoding
 from draftworks.distributed.collectives import gather_from_ranks, sum_over_ranks
-from draftworks.drafts.objectives import RATE_PREFIX
+from draftworks.drafts.acceptance import PREFIX
 from draftworks.drafts.strategy import StepOutput
 
 CORRECT, SUPERVISED = "acc_corrects", "acc_denoms"
@@ -25,7 +26,9 @@ _NAMED_SUMS = ("loss", "acceptance", "unconditional_acceptance")
 
 
 class AcceptanceRates(NamedTuple):
-    """Probability that rejection sampling accepts the draft's token, by draft position, on teacher-forced text.
+    """Probability that rejection sampling at temperature 1 accepts the draft's token, by draft position, on teacher-forced text.
+
+    SpecForge's numbers, and no server's unless it drafts by sampling: see draftworks.config.server_rules.
 
     Attributes:
         conditional: mean over the positions whose label is in the draft's vocabulary.
@@ -100,13 +103,13 @@ class EvalResult:
         return _chain_length(self.per_position_acc)
 
     @property
-    def sampled_acc_lens(self) -> dict[float, float]:
-        """Rung 1 of sampling, by temperature: a0 + a0 a1 + a0 a1 a2 + …, where a_i is the mean at draft position i of the
-        probability that rejection sampling accepts. Empty if it was not measured.
+    def sampled_acc_lens(self) -> dict[Decoding, float]:
+        """Rung 1 of sampling servers, by decoding: a0 + a0 a1 + a0 a1 a2 + …, where a_i is the mean at draft position i of the
+        probability that they accept by its rule. Empty if it was not measured.
         """
         names = [name.removesuffix("_sums") for name in self.metric_sums if name.endswith("_sums")]
-        rates = {name.removeprefix(RATE_PREFIX): name for name in names if name.startswith(RATE_PREFIX)}
-        return {float(temperature): _chain_length(self._by_position(name)) for temperature, name in rates.items()}
+        rates = {Decoding.parse(name.removeprefix(PREFIX)): name for name in names if name.startswith(PREFIX)}
+        return {decoding: _chain_length(self._by_position(name)) for decoding, name in rates.items()}
 
     @property
     def acceptance_rates(self) -> AcceptanceRates | None:
@@ -131,7 +134,7 @@ class EvalResult:
         if self.avg_loss is not None:
             named["eval/avg_loss"] = self.avg_loss
         named |= {f"eval/ploss_{i}": loss for i, loss in enumerate(self._by_position("loss"))}
-        named |= {f"{SIMULATED_METRIC}_t{each:g}": length for each, length in self.sampled_acc_lens.items()}
+        named |= {f"{SIMULATED_METRIC}_{each.suffix}": length for each, length in self.sampled_acc_lens.items()}
         return named | self._rate_metrics() | self._strategy_metrics() | self._replay_metrics()
 
     def _rate_metrics(self) -> dict[str, float]:

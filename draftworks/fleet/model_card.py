@@ -13,12 +13,14 @@ from typing import Any
 
 import yaml
 
+from draftworks.config.decoding import RULE_MEANINGS
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.evaluation.labels import Exactness
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.markdown_tables import render_table
+from draftworks.evaluation.report.sampled import describe_contexts, describe_rates
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.storage.artifacts import Artifact
@@ -131,8 +133,11 @@ def _training(subject: CardSubject) -> str:
         "loss": f"{_number(summary['first_loss'])} at first, {_number(summary['last_loss'])} at last",
         **{f"held-out {name}": _numbers(value) for name, value in select_strategy_metrics(summary["heldout"]).items()},
     }
+    rates = describe_rates(
+        subject.strategy, {f"eval/{name}": 1 for name in select_strategy_metrics(summary["heldout"])}
+    )
     settings = {name: value for name, value in subject.made_from.training.items() if value is not None}
-    return _section("Training", _pairs(rows), _pairs(settings, "setting"))
+    return _section("Training", _pairs(rows), *([f"Held-out {rates}."] if rates else []), _pairs(settings, "setting"))
 
 
 def _acceptance(subject: CardSubject) -> str:
@@ -142,18 +147,27 @@ def _acceptance(subject: CardSubject) -> str:
 
 def _acceptance_on(report: ReportSummary) -> tuple[str, str]:
     drafts = list(dict.fromkeys(score.draft for score in report.scores))
-    shown = sorted(dict.fromkeys((score.rung, score.metric) for score in report.scores), key=itemgetter(0))
+    shown = sorted(
+        dict.fromkeys((score.rung, score.metric, _rule(score)) for score in report.scores), key=itemgetter(0)
+    )
     found = {(score.draft, score.metric): score for score in report.scores}
     rows = [
-        {"rung": rung, "metric": f"`{metric}`", **{draft: _cell(found.get((draft, metric))) for draft in drafts}}
-        for rung, metric in shown
+        {"rung": rung, "metric": f"`{metric}`{rule}", **{draft: _cell(found.get((draft, metric))) for draft in drafts}}
+        for rung, metric, rule in shown
     ]
     return f"On `{report.eval_set}`, with {_confidence(report)}:", render_table(rows)
 
 
+def _rule(score: RungScore) -> str:
+    """Return the rule of a score above temperature 0 with the servers that it is of; else an empty text."""
+    return "" if score.rule is None else f", `{score.rule}` as {score.servers or 'servers that sample'}"
+
+
 def _rungs(subject: CardSubject) -> str:
-    measured = sorted({score.rung for report in subject.reports for score in report.scores})
-    lines = [f"* **Rung {rung}**: {RUNG_MEANINGS[rung]}" for rung in measured]
+    scores = [score for report in subject.reports for score in report.scores]
+    lines = [f"* **Rung {rung}**: {RUNG_MEANINGS[rung]}" for rung in sorted({score.rung for score in scores})]
+    used = {score.rule for score in scores}
+    lines += [f"* `{rule}`: {meaning}." for rule, meaning in RULE_MEANINGS.items() if rule in used]
     lengths = "Lengths are draft tokens accepted per pass of the target; the token that the target adds itself is not counted."
     return _section("What the rungs mean", "\n".join(lines), lengths)
 
@@ -193,9 +207,16 @@ def _limits(subject: CardSubject) -> str:
             "Rungs 2 and 3 are exact but for rounding: the target wrote the answers, greedily, and near ties may be decided "
             "either way."
         )
+    limits += dict.fromkeys(filter(None, map(_contexts, subject.reports)))
     if any(score.rung == 4 for report in subject.reports for score in report.scores):
         limits.append("Speed-ups are of one prompt at a time on the machine that measured, not of a server under load.")
     return _section("Limits", "\n".join(f"* {limit}" for limit in limits))
+
+
+def _contexts(report: ReportSummary) -> str:
+    """Return whose contexts the scores of rung 1 above temperature 0 are of; an empty text without one."""
+    simulated = [score.decoding for score in report.scores if score.rung == 1 and score.decoding is not None]
+    return describe_contexts(simulated, report.answers)
 
 
 def _provenance(subject: CardSubject) -> str:

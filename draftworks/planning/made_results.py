@@ -185,7 +185,8 @@ def find_report(subject: PlanSubject, strategy: str, draft: Artifact | None) -> 
     target = subject.target
     for each in subject.list_results(of_strategy(strategy).report):
         found = ReportIdentity.of(each)
-        same = (found.draft_identity, found.evaluation) == (draft.path.name, target.evaluation.to_identity())
+        evaluation = target.evaluation.to_identity((strategy,))
+        same = (found.draft_identity, found.evaluation) == (draft.path.name, evaluation)
         if same and set(found.evals) == set(target.evals):
             return each
     return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from draftworks.config.mix import THINKING
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
+from draftworks.config.server_rules import list_server_rules
 from draftworks.preflight.findings import Findings
 
 MAX_LR, UNUSUAL_LR = 1.0, 0.03
@@ -90,6 +91,14 @@ def _check_answers(target: TargetSpec, findings: Findings) -> None:
     hot = [temperature for temperature in target.evaluation.loop.temperatures if temperature > 5]
     if hot:
         findings.warning(f"{where}: evaluation.loop.temperatures: found {hot}; above 2 answers are mostly random")
+    for strategy in target.strategies:
+        known = {row.rule for row in list_server_rules(strategy)}
+        useless = [rule for rule in target.evaluation.loop.rules or () if known and rule not in known]
+        if useless:
+            findings.warning(
+                f"{where}: evaluation.loop.rules: found {', '.join(useless)}; servers accept drafts of {strategy} by "
+                f"{' or '.join(sorted(known))} only"
+            )
 
 
 def _check_comparisons(target: TargetSpec, findings: Findings) -> None:

@@ -90,6 +90,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         label_agreement=agreement,
         labels=labels,
         greedy_answers=run.greedy_answers,
+        answers=run.answers,
         columns=columns,
         absent_columns=absent,
         asked=list_asked_samples(samples.tokens),
@@ -134,13 +135,12 @@ class _EvaluationRun:
         return loader
 
     def measure_accuracy(self, name: str, forward: Forward) -> EvalResult:
-        """Measure rungs 0 and 1; rung 1 also at the temperatures of rung 4 that sample.
+        """Measure rungs 0 and 1; rung 1 also at the temperatures of rung 4 that sample, by the rules of servers.
 
         Raises:
             DataError: no sample has a token to measure on.
         """
-        sampled = tuple(each for each in self.run.evaluation.loop.temperatures if each > 0)
-        ctx = StepContext(training=False, temperatures=sampled)
+        ctx = StepContext(training=False, served=self.run.evaluation.loop.list_simulated(self.run.strategy))
         result = Evaluator(self.device).run(forward, self.build_loader(), ctx)
         if result is None:
             raise make_empty_heldout_error(self.run.heldout)

@@ -8,8 +8,10 @@ from functools import cached_property
 
 import torch
 
+from draftworks.config.decoding import GREEDY, Decoding
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import EvaluateRun
+from draftworks.config.server_rules import describe_servers
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
 from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, run_on_every_rank
@@ -44,14 +46,15 @@ class Rung4:
     log: Callable[[str], None]
 
     def measure(self) -> tuple[LoopMeasurement, ...]:
-        """Return a measurement per temperature, from the cache or by decoding. A collective.
+        """Return a measurement per decoding, from the cache or by decoding. A collective.
 
         Raises:
             StoreError: the folder of the cache cannot be used.
         """
         if not self.prompts:
             return ()
-        identities = [self._make_identity(temperature) for temperature in self.run.evaluation.loop.temperatures]
+        decodings = self.run.evaluation.loop.list_decodings(self.run.strategy)
+        identities = [self._make_identity(decoding) for decoding in decodings]
         cache = self._on_rank_0(self._open_cache)
         found: list[LoopLookup] = self._on_rank_0(
             lambda: [LoopLookup() if cache is None else cache.find(i) for i in identities]
@@ -62,13 +65,13 @@ class Rung4:
                 self.log(f"rung 4 is measured anew: {one.problem}")
             measured = one.measurement or self._decode_and_store(identity, cache)
             loops.append(measured)
-            self.log(_format_measurement(measured, cached=one.measurement is not None))
+            self.log(_format_measurement(self.run.strategy, measured, cached=one.measurement is not None))
         return tuple(loops)
 
     def _decode_and_store(self, identity: LoopIdentity, cache: LoopCache | None) -> LoopMeasurement:
         """Decode, and store the measurement at once, so that a later interruption does not lose it."""
-        walks = self.walks if identity.temperature == 0 else None
-        measured = self._loop.measure(self.prompts, identity.temperature, walks)
+        walks = self.walks if identity.decoding == GREEDY else None
+        measured = self._loop.measure(self.prompts, identity.decoding, walks)
         self._on_rank_0(lambda: None if cache is None else cache.store(identity, measured))
         return measured
 
@@ -88,14 +91,14 @@ class Rung4:
     def _limits(self) -> DecodingLimits:
         return DecodingLimits(self.run.max_new_tokens, ChatTokenizer.load(self.run.target).eos_ids)
 
-    def _make_identity(self, temperature: float) -> LoopIdentity:
+    def _make_identity(self, decoding: Decoding) -> LoopIdentity:
         return LoopIdentity(
             weights_digest=self.weights_digest,
             strategy=self.run.strategy,
             options=self.draft.options.to_identity(),
             target_digest=self.run.target.digest,
-            prompts=self._digest_prompts(compared=temperature == 0),
-            temperature=temperature,
+            prompts=self._digest_prompts(compared=decoding == GREEDY),
+            decoding=decoding,
             draft_tokens=self.draft_tokens,
             stop_ids=tuple(self._limits.stop_ids),
             max_new_tokens=self._limits.max_new_tokens,
@@ -121,10 +124,12 @@ class Rung4:
         return broadcast_from_rank_0(run_on_every_rank(lambda: action() if get_rank() == 0 else None))
 
 
-def _format_measurement(loop: LoopMeasurement, cached: bool) -> str:
+def _format_measurement(strategy: str, loop: LoopMeasurement, cached: bool) -> str:
+    rule = loop.decoding.rule
     text = (
-        f"{micro_mean(loop.prompts) or 0:.3f} accepted tokens per pass in the real loop at temperature "
-        f"{loop.temperature:g} (rung 4), {loop.speed_up:.2f} times the speed of plain decoding"
+        f"{micro_mean(loop.prompts) or 0:.3f} accepted tokens per pass in the real loop, {loop.decoding.describe()}"
+        f"{'' if rule is None else f', by {rule} ({describe_servers(strategy, rule)})'} (rung 4), {loop.speed_up:.2f} times "
+        "the speed of plain decoding"
     )
     if not cached or loop.timing_context is None:
         return text

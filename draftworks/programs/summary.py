@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftworks.errors import DraftworksError
+from draftworks.evaluation.report.sampled import describe_rates, list_sampled_acceptance
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
 from draftworks.storage.artifacts import Artifact, ArtifactStore
@@ -35,6 +36,8 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
             report = artifacts.find(of_strategy(strategy).report, target)
             if report is not None:
                 console.print(build_acceptance_table(strategy, report))
+                if list_sampled_acceptance(strategy, report.summary["drafts"]["trained"]):
+                    console.print(build_sampled_table(strategy, report))
             draft = artifacts.find(of_strategy(strategy).draft, target)
             if draft is not None and select_strategy_metrics(draft.summary["heldout"]):
                 console.print(build_strategy_metrics_table(strategy, draft))
@@ -92,12 +95,26 @@ def build_acceptance_table(strategy: str, report: Artifact) -> Table:
     return table
 
 
+def build_sampled_table(strategy: str, report: Artifact) -> Table:
+    """Build a table with a row per temperature and rule of acceptance, of the trained draft."""
+    table = Table(title=f"{strategy}: above temperature 0, by the rule of each server", title_justify="left")
+    table.caption = "simulated (rung 1) is over the contexts of the stored answers; loop (rung 4) decodes"
+    table.caption_justify = "left"
+    for column in ("decoding", "rule", "servers", "simulated", "loop"):
+        table.add_column(column, justify="right" if column in ("simulated", "loop") else "left")
+    for one in list_sampled_acceptance(strategy, report.summary["drafts"]["trained"]):
+        figures = ("" if value is None else f"{value:.3f}" for value in (one.simulated, one.loop))
+        table.add_row(one.decoding.describe(), one.decoding.rule, one.servers, *figures)
+    return table
+
+
 def build_strategy_metrics_table(strategy: str, draft: Artifact) -> Table:
     """Build a table of the strategy's own metrics (docs/strategies.md), with a column per draft position."""
     metrics = {
         k: v if isinstance(v, list) else [v] for k, v in select_strategy_metrics(draft.summary["heldout"]).items()
     }
     table = Table(title=f"{strategy}: its own metrics, of the published draft", title_justify="left")
+    table.caption = describe_rates(strategy, {f"eval/{name}": value for name, value in metrics.items()}) or None
     table.add_column("metric")
     for position in range(max(map(len, metrics.values()))):
         table.add_column(str(position + 1), justify="right")

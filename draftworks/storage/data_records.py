@@ -98,6 +98,19 @@ class AnswersIdentity(DataIdentity):
         own = responses.get("mode") == "regenerate" and "endpoint" not in responses and self.target == target_digest
         return own and not responses.get("temperature") and responses.get("repetition_penalty", 1.0) == 1.0
 
+    def find_sampling_of(self, target_digest: str) -> dict[str, Any] | None:
+        """Return temperature, top_k and top_p at which the target of these weights wrote the answers, by its own engine or an
+        endpoint; None if it did not, or if a penalty changed what it says.
+        """
+        responses = self.responses or {}
+        if responses.get("mode") != "regenerate" or self.target != target_digest:
+            return None
+        if responses.get("repetition_penalty", 1.0) != 1.0:
+            return None
+        temperature = responses.get("temperature", 0.0)
+        cuts = {"top_k": responses.get("top_k") or None, "top_p": responses.get("top_p", 1.0)} if temperature else {}
+        return {"temperature": temperature, **cuts}
+
 
 @dataclass(frozen=True)
 class FeaturesIdentity(DataIdentity):

@@ -325,7 +325,7 @@ def resolve_recipe(target: TargetSpec, registry: Registry) -> dict[str, Any]:
         "responses": target.responses.to_identity(),
         "capture": target.capture.to_identity(),
         "evals": sorted(target.evals),
-        "evaluation": target.evaluation.to_identity(),
+        "evaluation": target.evaluation.to_identity(target.strategies),
         "strategies": {
             name: {**resolve_training_options(target, name, registry), "export": entry.export.model_dump()}
             for name, entry in target.strategies.items()

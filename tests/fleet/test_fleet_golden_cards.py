@@ -16,6 +16,7 @@ import pytest
 from model_card_toys import DATASET, DRAFT, LOCAL, REPORT, SCORES, TARGET
 from own_names import find_own_names
 
+from draftworks.config.decoding import Decoding
 from draftworks.evaluation.labels import LabelCounts
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.summary import RungScore
@@ -25,12 +26,18 @@ from draftworks.fleet.model_card import CardSubject, model_card
 GOLDEN = Path(__file__).with_name("golden_cards")
 WHOLE = {**DRAFT.identity, "options": {"draft_vocab_size": TARGET.vocab_size}, "vocab_mapping": "mapping-version"}
 BLOCKS = RungScore("trained", 2, "rung2_block_acc_len", 2.6, None, 2.4, 2.8, 0.95, 40, 900, 3.6)
+SAMPLED = RungScore(
+    *("trained", 4, "rung4_loop_acc_len_t0.7_greedy_draft", 1.9, 0.7, 1.7, 2.1, 0.95, 7, 55, 2.9, 1.3),
+    decoding=Decoding(0.7, "greedy_draft"),
+    servers="vLLM 0.33, SGLang 0.5.23",
+)
+OLD = RungScore("trained", 1, "simulated_acc_len_t0.7", 2.2, 0.7, decoding=Decoding(0.7, "rejection"))
 ROUNDED = replace(
     REPORT,
     label_agreement=0.998,
     labels=LabelCounts(1000, 2, 2),
     greedy_answers=True,
-    scores=(*SCORES, BLOCKS),
+    scores=(*SCORES, BLOCKS, SAMPLED),
 )
 ONE_PROMPT = replace(REPORT, eval_set="code", label_agreement=None, scores=(replace(SCORES[13], prompts=1), SCORES[12]))
 SUBJECTS = {
@@ -41,7 +48,7 @@ SUBJECTS = {
         [
             ROUNDED,
             ONE_PROMPT,
-            replace(ROUNDED, eval_set="math", label_agreement=0.7, greedy_answers=False, scores=SCORES[12:13]),
+            replace(ROUNDED, eval_set="math", label_agreement=0.7, greedy_answers=False, scores=(SCORES[12], OLD)),
         ],
         LOCAL,
         DATASET.model_copy(update={"licence": None, "description": "Chats of a shop."}),

@@ -16,6 +16,7 @@ import pytest
 
 from draftworks.capture.answers.answer_sets import make_answers_identity
 from draftworks.capture.engine import make_engine_identity
+from draftworks.config.decoding import GREEDY
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec, StrategyEntry, TargetSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.config.strategies import list_strategies, resolve_strategy
@@ -101,7 +102,7 @@ def loop() -> str:
         options={"ttt_length": 7},
         target_digest="t",
         prompts="p",
-        temperature=0.0,
+        decoding=GREEDY,
         draft_tokens=7,
         stop_ids=(1,),
         max_new_tokens=64,

@@ -90,6 +90,10 @@ def of_target(spec: TargetSpec) -> Any:
     return resolve_recipe(spec, Registry(typing.cast(Any, None)))
 
 
+def of_loop(loop: LoopSpec) -> Any:
+    return EvaluationSpec(loop=loop).to_identity(("dspark",))
+
+
 def of_entry(entry: StrategyEntry) -> Any:
     return of_target(TARGET.model_copy(update={"strategies": {"eagle3": entry}}))
 
@@ -126,7 +130,7 @@ SETTINGS = [
         {"cron", "cron_timezone", "serving"},
         {"loop": LoopSpec(prompts=3), "serving": ServingSpec(prompts=3), "cron": "0 0 * * *"},
     ),
-    Settings(LoopSpec(), inside(EvaluationSpec(), "loop"), {"prompts", "temperatures", "compute_dtype"}, set()),
+    Settings(LoopSpec(temperatures=[0.7]), of_loop, {*LoopSpec.model_fields}, set(), {"rules": ["block"]}),
     Settings(
         ServingSpec(),
         own,

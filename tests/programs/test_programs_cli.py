@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from draftworks.programs.cli import COMMANDS, app
 from draftworks.programs.keys import list_keys
 from draftworks.programs.lazy_commands import LazyCommand
-from draftworks.programs.summary import build_strategy_metrics_table
+from draftworks.programs.summary import build_sampled_table, build_strategy_metrics_table
 from draftworks.storage.artifacts import Artifact
 
 HEAVY = [
@@ -64,3 +64,22 @@ def test_figures_that_a_strategy_has_alone_stand_beside_their_names():
     assert ["tau", "0.250"] in lines
     assert ["confidence_error", "0.125", "0.500"] in lines
     assert not any("avg_acc" in line for line in lines)
+    assert "rejection at temperature 1 (SGLang 0.5.23)" in " ".join(shown.getvalue().split())
+
+
+def test_acceptance_above_temperature_0_is_shown_with_rule_and_servers_side_by_side():
+    metrics = {
+        "eval/simulated_acc_len": 0.8,
+        "eval/simulated_acc_len_t0.7_greedy_draft": 0.5,
+        "eval/rung4_loop_t0.7_greedy_draft_acc_len": 0.25,
+        "eval/simulated_acc_len_t0.7_rejection": 0.75,
+    }
+    summary = {"drafts": {"trained": metrics}}
+    report = Artifact("dspark_report", "small", Path("report"), {}, "v", summary, {}, created=0.0, seconds=0.0)
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(build_sampled_table("dspark", report))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.getvalue().splitlines() if "│" in line]
+    assert rows[-2:] == [
+        ["temperature 0.7", "greedy_draft", "vLLM 0.33", "0.500", "0.250"],
+        ["temperature 0.7", "rejection", "SGLang 0.5.23", "0.750", ""],
+    ]

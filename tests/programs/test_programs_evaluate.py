@@ -15,6 +15,7 @@ from forked_ranks import ForkedRanks
 
 from draftworks.capture.engines import hf
 from draftworks.config.registry_files import EvaluationSpec, LoopSpec
+from draftworks.config.responses import AnswersSampling
 from draftworks.config.run_files import EvaluateRun, TargetFiles
 from draftworks.errors import StoreError
 from draftworks.evaluation.report.report import Report
@@ -82,7 +83,7 @@ def test_only_a_temperature_that_is_new_is_decoded(
     [greedy] = loops_of(run_of(trained, tmp_path / "first", tmp_path / "loops"))
     capsys.readouterr()
     both = loops_of(run_of(trained, tmp_path / "both", tmp_path / "loops", temperatures=[0.7, 0.0]))
-    assert [loop.temperature for loop in both] == [0.7, 0.0]
+    assert [loop.decoding.temperature for loop in both] == [0.7, 0.0]
     assert both[1] == greedy
     assert loads == ["tiny", "tiny"]
     assert len(list((tmp_path / "loops").iterdir())) == 2
@@ -90,21 +91,50 @@ def test_only_a_temperature_that_is_new_is_decoded(
     assert ["; cached, measured on " in line for line in told] == [False, True]
 
 
-def test_rungs_1_and_4_are_measured_at_the_temperatures_that_servers_sample_at(
+def test_rungs_1_and_4_are_measured_at_the_temperatures_that_servers_sample_at_by_their_rule(
     trained: RunFiles, tmp_path: Path, loads: list[str]
 ) -> None:
     run = run_of(trained, tmp_path / "sampled", tmp_path / "loops", temperatures=[0.0, 0.7], prompts=1)
     metrics = evaluate(run, ProgramContext())["drafts"]["trained"]
     summary = ReportSummary.load(run.out)
     greedy, sampled = summary.select_scores("trained", 1)
-    assert (greedy.temperature, greedy.value) == (None, summary.simulated_acc_len)
-    assert (sampled.metric, sampled.temperature) == ("simulated_acc_len_t0.7", 0.7)
-    assert sampled.value == metrics["eval/simulated_acc_len_t0.7"]
-    rates = metrics["eval/sampled_acceptance_t0.7"]
+    assert (greedy.temperature, greedy.value, greedy.rule) == (None, summary.simulated_acc_len, None)
+    assert (sampled.metric, sampled.temperature) == ("simulated_acc_len_t0.7_greedy_draft", 0.7)
+    assert (sampled.rule, sampled.servers) == ("greedy_draft", "vLLM 0.33, SGLang 0.5.23")
+    assert sampled.value == metrics["eval/simulated_acc_len_t0.7_greedy_draft"]
+    rates = metrics["eval/sampled_acceptance_t0.7_greedy_draft"]
     assert all(0 < rate < 1 for rate in rates)
     assert sampled.value == pytest.approx(np.cumprod(rates).sum())
-    assert [loop.temperature for loop in summary.select_scores("trained", 4)] == [0.0, 0.7]
+    assert [(loop.temperature, loop.rule) for loop in summary.select_scores("trained", 4)] == [
+        (0.0, None),
+        (0.7, "greedy_draft"),
+    ]
     assert not summary.best.temperature
+
+
+def test_every_rule_that_is_asked_for_is_measured_under_its_name_with_the_cuts(
+    trained: RunFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answers' contexts are greedy ones, and the report says that they are not what is served."""
+    loop = {"temperatures": [0.7], "rules": ["greedy_draft", "rejection", "block"], "top_k": 50, "top_p": 0.95}
+    run = run_of(trained, tmp_path / "rules", tmp_path / "loops", prompts=1, **loop)
+    run = run.model_copy(update={"answers": AnswersSampling()})
+    evaluate(run, ProgramContext())
+    suffixes = [f"t0.7_k50_p0.95_{rule}" for rule in loop["rules"]]
+    summary = ReportSummary.load(run.out)
+    simulated = [score.metric for score in summary.select_scores("trained", 1)]
+    assert simulated == ["simulated_acc_len", *(f"simulated_acc_len_{each}" for each in suffixes[:2])]
+    assert [score.metric for score in summary.select_scores("trained", 4)] == [
+        f"rung4_loop_acc_len_{each}" for each in suffixes
+    ]
+    assert len(list((tmp_path / "loops").iterdir())) == 3
+    assert Report.load(run.out).answers == AnswersSampling()
+    text = (run.out / "report.md").read_text()
+    assert "this target wrote greedily" in text
+    assert "no promise" in text
+    told = [line for line in capsys.readouterr().out.splitlines() if "(rung 4)" in line]
+    for rule, line in zip(loop["rules"], told, strict=True):
+        assert f"temperature 0.7, top-k 50, top-p 0.95, by {rule} (" in line
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import dagster as dg
 import pyarrow.parquet as pq
 import pytest
 
+from draftworks.config.responses import AnswersSampling
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.features.manifest import read_feature_set
@@ -45,8 +46,9 @@ def test_a_named_eval_set_goes_from_its_file_to_the_report(finished_site, tmp_pa
     assert all(
         score.value is not None for score in ReportSummary.load(report.path / "extra").select_scores("trained", 3)
     )
-    trained = Report.load(report.path / "extra").drafts["trained"]
-    assert len(trained.walk) == 8
+    extra = Report.load(report.path / "extra")
+    assert len(extra.drafts["trained"].walk) == 8
+    assert extra.answers == AnswersSampling()  # the target's, greedily
     draft = shown(result, "eagle3_draft")
     assert draft["cache"].value == "hit"  # other eval sets do not make another draft
 

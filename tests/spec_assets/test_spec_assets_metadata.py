@@ -10,7 +10,14 @@ import dagster as dg
 import pytest
 
 from draftworks.storage.artifacts import Artifact
-from spec_assets.metadata import describe_rejections, format_table, round_figures, select_acceptance, shorten_path
+from spec_assets.metadata import (
+    describe_rejections,
+    format_table,
+    round_figures,
+    select_acceptance,
+    shorten_path,
+    tabulate_sampled,
+)
 
 
 def artifact(path: Path) -> Artifact:
@@ -41,6 +48,22 @@ def test_a_path_begins_at_the_folder_of_results():
 def test_rungs_that_were_measured_are_figures_of_their_own():
     metrics = {"eval/simulated_acc_len": 1.2, "eval/rung3_walk_acc_len": 1.1, "eval/rung4_loop_t0_acc_len": None}
     assert select_acceptance(metrics, "_code") == {"simulated_acc_len_code": 1.2, "walk_acc_len_code": 1.1}
+
+
+def test_acceptance_above_temperature_0_stands_beside_its_rule_and_servers():
+    metrics = {
+        "eval/simulated_acc_len": 1.2,
+        "eval/simulated_acc_len_t0.7_greedy_draft": 0.51234,
+        "eval/rung4_loop_t0_acc_len": 1.0,
+        "eval/rung4_loop_t0.7_rejection_acc_len": 0.75,
+    }
+    table = tabulate_sampled("dspark", metrics, "_code")["sampled_acceptance_code"].value
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert rows == [
+        ["temperature 0.7", "greedy_draft", "vLLM 0.33", "0.5123", ""],
+        ["temperature 0.7", "rejection", "SGLang 0.5.23", "", "0.75"],
+    ]
+    assert tabulate_sampled("dspark", {"eval/simulated_acc_len": 1.2}) == {}
 
 
 def test_rejected_rows_are_told_with_why_how_many_and_the_first(tmp_path):

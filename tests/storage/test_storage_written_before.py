@@ -15,6 +15,7 @@ import pytest
 from eval_cache_producer import CONFIG, inputs_of, writer
 from report_toys import full_report
 
+from draftworks.config.decoding import Decoding
 from draftworks.data.conversations import Turn, read_conversations
 from draftworks.errors import StoreError
 from draftworks.evaluation.cache.eval_cache import EvalCache
@@ -113,6 +114,7 @@ def test_what_was_written_before_is_whole_and_a_flipped_bit_in_it_is_found(kind:
 def test_a_loop_that_was_kept_before_is_found_under_its_key(before: Path) -> None:
     (path,) = (before / "loop_cache").glob("*.json")
     recorded = LoopEntry.model_validate_json(path.read_text()).identity
+    recorded["decoding"] = Decoding.from_json({"temperature": recorded.pop("temperature")})
     identity = LoopIdentity(**{**recorded, "stop_ids": tuple(recorded["stop_ids"])})
     cache = LoopCache.open(before / "loop_cache")
     found = cache.find(identity)

@@ -9,6 +9,7 @@ import torch
 from objective_toys import SIZES, Case, batch_of, strategy_of
 from torch import Tensor
 
+from draftworks.config.decoding import Decoding
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.validation import parse_spec
 from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, Objective, Temperatures
@@ -27,6 +28,8 @@ TARGET = torch.tensor([[0.0, math.log(9)]])
 SAME = torch.zeros(1, 2)
 """A draft's logits: p is (1, 1) / 2 at every temperature, so α is 1/2 + q₀."""
 HEAD = torch.eye(2)
+SERVED = (Decoding(1.0, "rejection"), Decoding(2.0, "rejection"), Decoding(2.0, "greedy_draft"))
+COLD = (Decoding(0.5, "rejection"), Decoding(0.5, "greedy_draft"))
 LABEL, COUNTS = torch.tensor([[0]]), torch.tensor([[True]])
 
 
@@ -70,13 +73,15 @@ def test_gradients_of_high_temperatures_are_of_one_size():
 
 
 def test_acceptance_over_a_reduced_vocabulary_is_of_the_targets_mass_at_each_temperature():
-    """The target's probabilities are (1, 9, 4) / 14 at temperature 1 and (1, 3, 2) / 6 at 2; the draft lacks the last."""
+    """The target's probabilities are (1, 9, 4) / 14 at temperature 1 and (1, 3, 2) / 6 at 2; the draft lacks the last, and
+    says the first where it has to choose.
+    """
     target = torch.tensor([[0.0, math.log(9), math.log(4)]])
-    found = distilled(SAME, CrossEntropy(), Temperatures(0.5, judged=(1.0, 2.0)), target)
+    found = distilled(SAME, CrossEntropy(), Temperatures(0.5, evaluates=True, served=SERVED), target)
     assert found.accepted_all is not None
-    assert found.sampled is not None
+    assert found.served is not None
     assert found.accepted_all.tolist() == pytest.approx([1 / 14 + 1 / 2])
-    assert found.sampled.tolist() == [pytest.approx([1 / 14 + 1 / 2]), pytest.approx([1 / 6 + 1 / 2])]
+    assert found.served.flatten().tolist() == pytest.approx([1 / 14 + 1 / 2, 1 / 6 + 1 / 2, 1 / 6])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -84,14 +89,14 @@ def test_dsparks_loss_is_the_formulas_in_figures(temperature: float):
     """CE of the token is ln 2 at temperature 1; ‖q - p‖₁ is 4/5 at 1 and 1/2 at 2."""
     distance = {1.0: 4 / 5, 2.0: 1 / 2}[temperature]
     states = DSparkStates(SAME, torch.zeros(1, 1), torch.zeros(1), torch.tensor([0]))
-    objective = DSparkObjective(uniform_weights, 0.3, 0.9, 0.7, 1, Temperatures(temperature, judged=(1.0, 0.5)))
+    objective = DSparkObjective(uniform_weights, 0.3, 0.9, 0.7, 1, Temperatures(temperature, True, COLD))
     found = dspark_losses(states, HEAD, torch.zeros(2, 1), TARGET, LABEL, COUNTS, objective)
     expected = 0.3 * math.log(2) + 0.9 * temperature**2 * distance + 0.7 * math.log(2)
     assert found.loss.item() == pytest.approx(expected)
     assert found.confidence_errors is not None
-    assert found.sampled is not None
+    assert found.served is not None
     assert found.confidence_errors.tolist() == pytest.approx([1 / 2 - distance / 2])
-    assert found.sampled.flatten().tolist() == pytest.approx([0.6, 1 / 2 + 1 / 82])
+    assert found.served.flatten().tolist() == pytest.approx([1 / 2 + 1 / 82, 1 / 82])
     assert (found.acceptance_sums.item(), found.tau.item()) == pytest.approx((0.6, 0.6))
 
 
@@ -100,18 +105,19 @@ def test_xpresses_loss_is_the_formulas_in_figures(temperature: float):
     """All its passes say the same here, so a label costs 1 + 0.3 + 0.6 times that of one."""
     distance = {1.0: 2 / 5, 2.0: 1 / 4}[temperature]
     states = XPressStates(SAME, torch.zeros(1, 2, 1), torch.tensor([0]))
-    temperatures = Temperatures(temperature, judged=(1.0, 0.5))
+    temperatures = Temperatures(temperature, True, COLD)
     objective = XPressObjective(uniform_weights, 0.1, 0.9, 1, 0.3, 0.6, 1, temperatures)
     found = xpress_losses(states, HEAD, torch.zeros(2, 1), TARGET, LABEL, COUNTS, objective)
     assert found.loss.item() == pytest.approx(1.9 * (0.1 * math.log(2) + 0.9 * temperature**2 * distance))
-    assert found.sampled is not None
-    assert found.sampled.flatten().tolist() == pytest.approx([0.6, 1 / 2 + 1 / 82])
+    assert found.served is not None
+    assert found.served.flatten().tolist() == pytest.approx([1 / 2 + 1 / 82, 1 / 82])
     assert (found.acceptance_sums.item(), found.tau.item()) == pytest.approx((0.6, 0.6))
 
 
 @pytest.mark.parametrize("strategy", TAUGHT)
 def test_a_draft_is_judged_at_the_temperatures_of_serving_whatever_it_was_trained_at(strategy: str):
-    served = StepContext(training=False, temperatures=(0.5, 2.0))
+    decodings = [Decoding(each, rule) for rule in ("rejection", "greedy_draft") for each in (0.5, 2.0)]
+    served = StepContext(training=False, served=tuple(decodings))
     found = {}
     for teacher in (1.0, 3.0):
         made = strategy_of(Case(strategy, {"teacher_temperature": teacher}), VOCAB)
@@ -123,11 +129,26 @@ def test_a_draft_is_judged_at_the_temperatures_of_serving_whatever_it_was_traine
     plain, soft = found[1.0].metric_sums, found[3.0].metric_sums
     assert found[1.0].loss_sum.item() != pytest.approx(found[3.0].loss_sum.item(), rel=0.01)
     judged = [name for name in plain if "acceptance" in name or name.startswith(("acc_", "tau_"))]
-    assert {f"sampled_acceptance_t{each}_sums" for each in ("0.5", "2")} < set(judged)
+    assert {f"sampled_acceptance_{each.suffix}_sums" for each in decodings} < set(judged)
     for name in judged:
         torch.testing.assert_close(soft[name], plain[name])
-    rates = [plain[f"sampled_acceptance_t{each}_sums"] for each in ("0.5", "2")]
-    assert (rates[0] < rates[1]).all()  # two made-up distributions agree the more, the flatter both are
+    cold, hot, cold_greedy, hot_greedy = (plain[f"sampled_acceptance_{each.suffix}_sums"] for each in decodings)
+    assert (cold < hot).all()  # two made-up distributions agree the more, the flatter both are
+    assert (hot_greedy < hot).all()  # and the flatter the target is, the less likely is one token
+    assert not torch.equal(cold_greedy, hot_greedy)
+
+
+@pytest.mark.parametrize("strategy", TAUGHT)
+def test_what_a_greedy_draft_loses_by_temperature_ends_at_the_targets_own_argmax(strategy: str):
+    """Near temperature 0 the target says its argmax: then the rule counts what the accuracy counts, and no rejection is left."""
+    made = strategy_of(Case(strategy, {}), VOCAB)
+    served = (Decoding(0.001, "greedy_draft"), Decoding(0.001, "rejection"))
+    with torch.no_grad():
+        found = made.forward_loss(batch_of(made, 2, VOCAB), StepContext(training=False, served=served)).metric_sums
+    greedy, rejection = (found[f"sampled_acceptance_{each.suffix}_sums"] for each in served)
+    torch.testing.assert_close(greedy, rejection, rtol=0, atol=1e-3)
+    if strategy in ("eagle3", "peagle"):  # their labels are the target's argmax
+        torch.testing.assert_close(greedy, found["acc_corrects"].to(greedy.dtype), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("strategy", TAUGHT)

@@ -47,3 +47,22 @@ def test_eval_sets_are_answered_greedily_unless_they_are_tokens(kind: str, greed
 )
 def test_other_answers_are_not_the_targets_greedy_ones(settings: dict[str, Any]):
     assert not identify(ResponseSpec(**settings)).is_greedy_of(FILES.digest)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, {"temperature": 0.0}),
+        ({"top_k": 20, "top_p": 0.9}, {"temperature": 0.0}),  # of no effect on greedy answers
+        ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_k": None, "top_p": 0.9}),
+        ({"temperature": 0.7, "top_k": 20, "endpoint": ENDPOINT}, {"temperature": 0.7, "top_k": 20, "top_p": 1.0}),
+        ({"temperature": 0.7, "repetition_penalty": 1.1}, None),
+        ({"mode": "passthrough"}, None),
+    ],
+)
+def test_how_the_target_wrote_the_answers_is_known_unless_something_else_had_a_say(
+    settings: dict[str, Any], found: dict[str, Any] | None
+):
+    identity = identify(ResponseSpec(**settings))
+    assert identity.find_sampling_of(FILES.digest) == found
+    assert identity.find_sampling_of("other weights") is None

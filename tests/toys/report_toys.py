@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 import pandas as pd
 
+from draftworks.config.decoding import GREEDY, Decoding
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import Resampling
@@ -37,8 +38,8 @@ def full_report() -> Report:
         blocks=prompts([3, 2, 1, 0], [2, 1, 0, 3], [0]),
         walk=walk,
         loops=(
-            LoopMeasurement(0.0, walk, 2.0, 3.0, 18, 18),
-            LoopMeasurement(0.7, prompts([1], [2], [0]), 4.0, 2.0, 9, 9),
+            LoopMeasurement(GREEDY, walk, 2.0, 3.0, 18, 18),
+            LoopMeasurement(Decoding(0.7, "greedy_draft"), prompts([1], [2], [0]), 4.0, 2.0, 9, 9),
         ),
     )
     untrained = DraftMeasurement(result((1.0, 0.0)), walk=prompts([0] * 5, [1, 0, 0, 0, 0], [0, 0]))

@@ -8,10 +8,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 from transformers import PreTrainedModel
 
-from draftworks.drafts.sampling import Verdict, distribution, draw, verify
+from draftworks.config.decoding import GREEDY, Decoding
+from draftworks.drafts.sampling import Verdict, choose_token, verify
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError
 from draftworks.evaluation.ladder.differences import AnswerTrace, Difference
@@ -151,17 +152,17 @@ def decode(
     model: PreTrainedModel,
     prompt: Sequence[int],
     limits: DecodingLimits,
-    temperature: float = 0.0,
+    decoding: Decoding = GREEDY,
     generator: Generator | None = None,
 ) -> DecodingResult:
     """Decode an answer token by token, with a KV cache."""
     started = time.perf_counter()
     session, answer = TargetSession(model), _Answer(limits)
     logits = session.forward(prompt).logits[-1]
-    answer.extend([_choose_token(logits, temperature, generator)])
+    answer.extend([choose_token(logits, decoding, generator)])
     while not answer.is_finished:
         logits = session.forward(answer.tokens[-1:]).logits[-1]
-        answer.extend([_choose_token(logits, temperature, generator)])
+        answer.extend([choose_token(logits, decoding, generator)])
     return DecodingResult(tuple(answer.tokens), time.perf_counter() - started)
 
 
@@ -172,14 +173,14 @@ def speculate(
     prompt: Sequence[int],
     limits: DecodingLimits,
     draft_tokens: int,
-    temperature: float = 0.0,
+    decoding: Decoding = GREEDY,
     generator: Generator | None = None,
     sample_id: str = "",
 ) -> SpeculativeDecodingResult:
     """Decode an answer speculatively: the draft proposes `draft_tokens` tokens, the target verifies them in one pass.
 
     At temperature 0 the answer equals that of `decode`, up to rounding of the target's logits; above, its distribution
-    is the same.
+    is the same by every rule.
 
     Raises:
         ConfigError: the prompt is empty.
@@ -191,7 +192,7 @@ def speculate(
     answer, drafter = _Answer(limits), strategy.drafter()
     target_pass = session.forward(prompt)
     session.rewind_to(len(prompt))
-    answer.extend([_choose_token(target_pass.logits[-1], temperature, generator)])
+    answer.extend([choose_token(target_pass.logits[-1], decoding, generator)])
     following = torch.tensor(
         [*prompt[1:], answer.tokens[-1]], device=model.device
     )  # (n,), the token after each position
@@ -199,10 +200,10 @@ def speculate(
     passes: list[Pass] = []
     while not answer.is_finished:
         drafter.extend(target_pass.features, following)
-        proposal = drafter.propose(draft_tokens, temperature, generator)
+        proposal = drafter.propose(draft_tokens, decoding.draft_temperature, generator)
         proposed = proposal.tokens.tolist()
         target_pass = session.forward([answer.tokens[-1], *proposed])  # logits (T + 1, V)
-        verdict: Verdict = verify(proposal, target_pass.logits, temperature, generator)
+        verdict: Verdict = verify(proposal, target_pass.logits, decoding, generator)
         emitted_tokens = [*proposed[: verdict.accepted], verdict.next_token]
         passes.append(_make_pass(proposed, verdict.accepted, emitted=answer.extend(emitted_tokens)))
         kept = verdict.accepted + 1
@@ -222,7 +223,3 @@ def _make_pass(proposed: Sequence[int], accepted: int, emitted: int) -> Pass:
     """Return the pass; accepted tokens after the end of the answer do not count."""
     rejected = proposed[accepted] if accepted < min(emitted, len(proposed)) else None
     return Pass(min(accepted, emitted), emitted, rejected)
-
-
-def _choose_token(logits: Tensor, temperature: float, generator: Generator | None) -> int:
-    return int(logits.argmax() if temperature == 0 else draw(distribution(logits, temperature), generator))

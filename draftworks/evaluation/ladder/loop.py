@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 import torch
 from transformers import PreTrainedModel
 
+from draftworks.config.decoding import Decoding
 from draftworks.config.run_files import TargetFiles
 from draftworks.distributed.collectives import broadcast_from_rank_0, gather_from_ranks, get_rank, get_world_size
 from draftworks.drafts.strategy import DraftStrategy
@@ -51,7 +52,7 @@ class DecodingLoop:
     max_length: int | None = None
 
     def measure(
-        self, prompts: Sequence[Prompt], temperature: float, walks: Mapping[str, AnswerTrace] | None = None
+        self, prompts: Sequence[Prompt], decoding: Decoding, walks: Mapping[str, AnswerTrace] | None = None
     ) -> LoopMeasurement:
         """Decode every prompt with and without the draft, one prompt at a time; ranks share them. A collective.
 
@@ -60,16 +61,16 @@ class DecodingLoop:
         """
         share = prompts[get_rank() :: get_world_size()]
         for prompt in share[:1]:
-            self._measure_prompt(prompt, temperature)  # warm-up: the first prompt also pays for one-time setup
+            self._measure_prompt(prompt, decoding)  # warm-up: the first prompt also pays for one-time setup
         mine = [
-            self._measure_prompt(prompt, temperature, None if walks is None else walks[prompt.sample_id])
+            self._measure_prompt(prompt, decoding, None if walks is None else walks[prompt.sample_id])
             for prompt in share
         ]
         shares = gather_from_ranks(mine)
         parts = sorted((part for share in shares for part in share), key=lambda part: part.acceptance.sample_id)
         found = tuple(part.difference for part in parts if part.difference is not None)
         return LoopMeasurement(
-            temperature,
+            decoding,
             tuple(part.acceptance for part in parts),
             seconds=sum(part.seconds for part in parts),
             plain_seconds=sum(part.plain_seconds for part in parts),
@@ -79,11 +80,11 @@ class DecodingLoop:
             timing_context=broadcast_from_rank_0(current_timing_context(self.model.device)),
         )
 
-    def _measure_prompt(self, prompt: Prompt, temperature: float, walk: AnswerTrace | None = None) -> _Part:
+    def _measure_prompt(self, prompt: Prompt, decoding: Decoding, walk: AnswerTrace | None = None) -> _Part:
         limits = self.limits
         if self.max_length is not None:
             limits = limits.within(self.max_length - len(prompt.tokens))
-        plain = decode(self.model, prompt.tokens, limits, temperature, self._generator(prompt))
+        plain = decode(self.model, prompt.tokens, limits, decoding, self._generator(prompt))
         speculative = speculate(
             self.model,
             self.strategy,
@@ -91,7 +92,7 @@ class DecodingLoop:
             prompt.tokens,
             limits,
             self.draft_tokens,
-            temperature,
+            decoding,
             self._generator(prompt),
             prompt.sample_id,
         )

@@ -1,19 +1,20 @@
 """Cache of rung 4 measurements, keyed by identity: `{folder}/{key}.json`.
 
-Rung 4 is the only rung that runs the target, so it is measured once per draft, prompts and temperature, for any number
-of reports. An entry records the device and time of its timings.
+Rung 4 is the only rung that runs the target, so it is measured once per draft, prompts and decoding, for any number of
+reports. An entry records the device and time of its timings.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from draftworks.config.decoding import Decoding
 from draftworks.config.validation import describe_validation_error
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
@@ -28,7 +29,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class LoopIdentity:
-    """Everything that decides the result of a loop at one temperature; the report and the machine are not part of it.
+    """Everything that decides the result of a loop by one decoding; the report and the machine are not part of it.
 
     Attributes:
         weights_digest: of the draft; `strategy` and `options` are its other parts.
@@ -43,7 +44,7 @@ class LoopIdentity:
     options: Mapping[str, Any]
     target_digest: str
     prompts: str
-    temperature: float
+    decoding: Decoding
     draft_tokens: int
     stop_ids: tuple[int, ...]
     max_new_tokens: int
@@ -53,7 +54,12 @@ class LoopIdentity:
     revision: int
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "options": dict(self.options), "stop_ids": list(self.stop_ids)}
+        """Return all values, those of the decoding beside the others: for greedy decoding `temperature` alone."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values |= value.to_json() if isinstance(value, Decoding) else {field.name: value}
+        return {**values, "options": dict(self.options), "stop_ids": list(self.stop_ids)}
 
     @property
     def key(self) -> str:

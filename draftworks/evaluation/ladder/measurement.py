@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
+from draftworks.config.decoding import Decoding
 from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.positions import PromptsByPosition
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.result import EvalResult
 
-TIMED_FIELDS = ("temperature", "seconds", "plain_seconds", "tokens", "plain_tokens")
+TIMED_FIELDS = ("seconds", "plain_seconds", "tokens", "plain_tokens")
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,17 @@ class TimingContext:
 
 @dataclass(frozen=True)
 class LoopMeasurement:
-    """Rung 4 at one temperature: the same prompts decoded with the draft and without it, one prompt at a time.
+    """Rung 4 by one decoding: the same prompts decoded with the draft and without it, one prompt at a time.
 
     Attributes:
+        decoding: temperature, cuts, and the rule by which tokens are accepted.
         seconds, plain_seconds: time of decoding all prompts with and without the draft, with prefill.
         tokens, plain_tokens: number of tokens of these answers.
         differences: where the loop and the walk differ; None if they were not compared, as at a temperature above 0.
         timing_context: of the seconds, as a measurement may be older than its report. None if it is not known.
     """
 
-    temperature: float
+    decoding: Decoding
     prompts: tuple[PromptAcceptance, ...]
     seconds: float
     plain_seconds: float
@@ -58,6 +60,7 @@ class LoopMeasurement:
     def to_json(self) -> dict[str, Any]:
         """Return all but the prompts, of which there may be many. In files the timing context is `occasion`."""
         return {
+            **self.decoding.to_json(),
             **{name: getattr(self, name) for name in TIMED_FIELDS},
             "differences": None if self.differences is None else [asdict(each) for each in self.differences],
             "occasion": None if self.timing_context is None else self.timing_context.to_json(),
@@ -68,7 +71,8 @@ class LoopMeasurement:
         """Read the values of `to_json`. Others are ignored; old reports have no differences and no `occasion`."""
         differences, context = values.get("differences"), values.get("occasion")
         return cls(
-            prompts=prompts,
+            Decoding.from_json(values),
+            prompts,
             **{name: values[name] for name in TIMED_FIELDS},
             differences=None if differences is None else tuple(Difference.from_json(each) for each in differences),
             timing_context=None if context is None else TimingContext.from_json(context),
@@ -83,7 +87,7 @@ class DraftMeasurement:
         result: rungs 0 and 1.
         blocks, walk: rungs 2 and 3, one entry per prompt.
         walk_by_position: the walk in every range of places in the text; empty in reports from before there were any.
-        loops: rung 4, one entry per temperature.
+        loops: rung 4, one entry per decoding.
     """
 
     result: EvalResult
@@ -95,11 +99,11 @@ class DraftMeasurement:
     def metrics(self) -> dict[str, Any]:
         """Return all metrics by name: those of `result`, accepted tokens per pass of the other rungs, speed-ups."""
         lengths = {f"eval/{name}_acc_len": micro_mean(prompts) for name, prompts in self.prompts_by_rung().items()}
-        speed_ups = {f"eval/rung4_loop_t{loop.temperature:g}_speed_up": loop.speed_up for loop in self.loops}
+        speed_ups = {f"eval/rung4_loop_{loop.decoding.suffix}_speed_up": loop.speed_up for loop in self.loops}
         return {**self.result.metrics(), **lengths, **speed_ups}
 
     def prompts_by_rung(self) -> dict[str, tuple[PromptAcceptance, ...]]:
         """Return the measured rungs that count passes, by their published names."""
         rungs = {"rung2_block": self.blocks, "rung3_walk": self.walk}
-        rungs |= {f"rung4_loop_t{loop.temperature:g}": loop.prompts for loop in self.loops}
+        rungs |= {f"rung4_loop_{loop.decoding.suffix}": loop.prompts for loop in self.loops}
         return {name: prompts for name, prompts in rungs.items() if prompts}

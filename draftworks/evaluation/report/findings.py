@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from draftworks.config.decoding import GREEDY, AcceptanceRule, Decoding
+from draftworks.config.server_rules import describe_servers
 from draftworks.errors import ConfigError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import (
@@ -33,28 +35,45 @@ class CountedRung:
     rung: int
     metric: str
     prompts: tuple[PromptAcceptance, ...]
-    temperature: float | None = None
+    decoding: Decoding | None = None
     speed_up: float | None = None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One number of one draft on one rung; `acceptance` is None on rungs 0 and 1, which count no passes."""
+    """One number of one draft on one rung.
+
+    Attributes:
+        acceptance: None on rungs 0 and 1, which count no passes.
+        decoding: on rung 4, and on rung 1 where it is of servers that sample.
+        servers: those that accept by the decoding's rule; empty without a rule.
+    """
 
     draft: str
     rung: int
     metric: str
     value: float | None
     acceptance: AcceptanceSummary | None = None
-    temperature: float | None = None
+    decoding: Decoding | None = None
     speed_up: float | None = None
+    servers: str = ""
+
+    @property
+    def rule(self) -> AcceptanceRule | None:
+        return None if self.decoding is None else self.decoding.rule
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it is no number of a server that samples."""
+        return self.decoding is None or self.decoding.temperature == 0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "rung": self.rung,
             "metric": self.metric,
             "value": self.value,
-            "temperature": self.temperature,
+            **({"temperature": None} if self.decoding is None else self.decoding.to_json()),
+            **({} if self.rule is None else {"servers": self.servers}),
             "speed_up": self.speed_up,
             "acceptance": None if self.acceptance is None else self.acceptance.to_json(),
         }
@@ -71,9 +90,9 @@ class BaselineComparison:
         return {"metric": WALK, "rung": 3, "draft": TRAINED, "other": self.other, **asdict(self.paired)}
 
 
-def get_metric_name(rung: int, temperature: float = 0.0) -> str:
-    """Return the metric name of a rung that counts passes; `temperature` is for rung 4 only."""
-    names = {2: BLOCK, 3: WALK, 4: f"{LOOP}_t{temperature:g}"}
+def get_metric_name(rung: int, decoding: Decoding = GREEDY) -> str:
+    """Return the metric name of a rung that counts passes; `decoding` is for rung 4 only."""
+    names = {2: BLOCK, 3: WALK, 4: f"{LOOP}_{decoding.suffix}"}
     if rung not in names:
         raise ConfigError(f"rung: expected 2, 3 or 4, found {rung}: the other rungs count no passes")
     return names[rung]
@@ -84,8 +103,8 @@ def list_counted_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
     rungs = [CountedRung(2, BLOCK, measured.blocks), CountedRung(3, WALK, measured.walk)]
     for loop in measured.loops:
         if loop.prompts:
-            name = get_metric_name(4, loop.temperature)
-            rungs.append(CountedRung(4, name, loop.prompts, loop.temperature, loop.speed_up))
+            name = get_metric_name(4, loop.decoding)
+            rungs.append(CountedRung(4, name, loop.prompts, loop.decoding, loop.speed_up))
     return tuple(rung for rung in rungs if rung.prompts)
 
 
@@ -94,9 +113,12 @@ def list_position_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
     return tuple(CountedRung(3, f"{WALK_AT}{begin}", prompts) for begin, prompts in measured.walk_by_position.items())
 
 
-def collect_findings(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[Finding, ...]:
+def collect_findings(
+    drafts: Mapping[str, DraftMeasurement], resampling: Resampling, strategy: str
+) -> tuple[Finding, ...]:
     """Return the numbers of every draft, lowest rung first; rung 0 has one per draft position."""
-    return tuple(found for name, measured in drafts.items() for found in _collect_of_draft(name, measured, resampling))
+    everything = (one for name, measured in drafts.items() for one in _collect_of_draft(name, measured, resampling))
+    return tuple(replace(one, servers=describe_servers(strategy, one.rule)) for one in everything)
 
 
 def compare_on_walk(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[BaselineComparison, ...]:
@@ -116,8 +138,8 @@ def _collect_of_draft(name: str, measured: DraftMeasurement, resampling: Resampl
     for position, accuracy in enumerate(result.per_position_acc, start=1):
         yield Finding(name, 0, f"per_position_acc_{position}", accuracy)
     yield Finding(name, 1, SIMULATED, result.simulated_acc_len)
-    for temperature, length in result.sampled_acc_lens.items():
-        yield Finding(name, 1, f"{SIMULATED}_t{temperature:g}", length, temperature=temperature)
+    for decoding, length in result.sampled_acc_lens.items():
+        yield Finding(name, 1, f"{SIMULATED}_{decoding.suffix}", length, decoding=decoding)
     for rung in list_counted_rungs(measured):
         acceptance = summarize_acceptance(rung.prompts, resampling)
-        yield Finding(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.temperature, rung.speed_up)
+        yield Finding(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.decoding, rung.speed_up)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from draftworks.config.decoding import GREEDY
+from draftworks.config.server_rules import describe_servers
 from draftworks.evaluation.labels import NEAR_TIE, Exactness, LabelCounts
 from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
@@ -15,6 +17,7 @@ from draftworks.evaluation.report.findings import WALK, Finding
 from draftworks.evaluation.report.late_fall import find_late_fall
 from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.report import NOT_MEASURED, Report
+from draftworks.evaluation.report.sampled import RATES_RULE, describe_contexts, describe_rules
 from draftworks.evaluation.report.slices import POSITION
 from draftworks.evaluation.report.summary import DIFFERENCES, TRAINED
 from draftworks.evaluation.report.tables import select_slices_to_show
@@ -36,6 +39,7 @@ def render_report(report: Report) -> str:
         _render_headline(report),
         _render_comparisons(report),
         _render_rungs(report),
+        _render_rules(report),
         _render_rates(report),
         _render_eval_data(report),
         _render_exactness(report),
@@ -65,7 +69,7 @@ def _format_speed_ups(report: Report) -> list[str]:
     loops = [found for found in report.findings if found.draft == TRAINED and found.rung == 4]
     return [
         f"{_format_speed_up(loop.speed_up)} as fast as plain decoding "
-        f"({_describe_decoding(loop.temperature)}, {loop.acceptance.prompts:,} prompts)"
+        f"({_describe_decoding(loop)}, {loop.acceptance.prompts:,} prompts)"
         for loop in loops
         if loop.acceptance is not None
     ]
@@ -85,9 +89,15 @@ def _table(rows: Iterable[Mapping[str, str]]) -> str:
     return render_table(rows, max_cell_length=MAX_CELL_LENGTH)
 
 
-def _describe_decoding(temperature: float | None) -> str:
-    """Return how a loop chose its tokens: `greedy` or `temperature 0.7`."""
-    return f"temperature {temperature:g}" if temperature else "greedy"
+def _describe_decoding(found: Finding) -> str:
+    """Return how a loop chose its tokens: `greedy`, or `temperature 0.7, greedy_draft as vLLM 0.33`."""
+    decoding = found.decoding or GREEDY
+    return f"{decoding.describe()}{_describe_rule(found, ', ')}"
+
+
+def _describe_rule(found: Finding, before: str) -> str:
+    """Return the rule of a number above temperature 0, and the servers that it is of; else an empty text."""
+    return "" if found.rule is None else f"{before}{found.rule} as {found.servers}"
 
 
 def _render_rungs(report: Report) -> str:
@@ -101,14 +111,27 @@ def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
     row = {"draft": draft, "accuracy % by position (rung 0)": accuracies}
     for each in found:
         if each.rung == 1:
-            row[f"{each.metric} (rung 1)"] = _format_number(each.value)
+            row[f"{each.metric} (rung 1{_describe_rule(each, '; ')})"] = _format_number(each.value)
         if each.rung > 1:
-            row[each.metric] = _format_length(each)
+            row[f"{each.metric}{_describe_rule(each, '; ')}"] = _format_length(each)
         if each.metric == WALK and each.value is not None and each.acceptance is not None:
             row["tokens per pass (walk)"] = _format_number(each.acceptance.tokens_per_pass)
         if each.rung == 4:
-            row[f"speed-up ({_describe_decoding(each.temperature)})"] = _format_speed_up(each.speed_up)
+            row[f"speed-up ({_describe_decoding(each)})"] = _format_speed_up(each.speed_up)
     return row
+
+
+def _render_rules(report: Report) -> str:
+    """Return what the rules of acceptance are above temperature 0, and over which contexts rung 1 was computed there."""
+    sampled = [found for found in report.findings if found.decoding is not None and found.rule is not None]
+    if not sampled:
+        return ""
+    rules = describe_rules({found.rule: found.servers for found in sampled if found.rule is not None})
+    contexts = describe_contexts(
+        (each.decoding for each in sampled if each.rung == 1 and each.decoding), report.answers
+    )
+    lines = "\n".join(f"* {line}" for line in rules)
+    return "\n\n".join(part for part in (f"Above temperature 0 a metric names its rule.\n\n{lines}", contexts) if part)
 
 
 def _render_rates(report: Report) -> str:
@@ -130,7 +153,11 @@ def _render_rates(report: Report) -> str:
         )
     if not rows:
         return ""
-    return f"{_table(rows)}\n\nThe draft's vocabulary has {_format_share(coverage)} of the labels. {VOCABULARY_NOTE}"
+    rule = f"`{RATES_RULE}` ({describe_servers(report.strategy, RATES_RULE)})"
+    return (
+        f"{_table(rows)}\n\nThese rates are of {rule}, at temperature 1. The draft's vocabulary has {_format_share(coverage)} of "
+        f"the labels. {VOCABULARY_NOTE}"
+    )
 
 
 def _format_percentages(shares: Iterable[float]) -> str:
@@ -296,7 +323,8 @@ def render_loops(drafts: Mapping[str, DraftMeasurement]) -> str:
 def _render_timing(loops: Iterable[LoopMeasurement]) -> str:
     """Return when and where each loop was timed; a cached loop keeps its earlier timing."""
     parts = [
-        f"{_describe_decoding(loop.temperature)} on {loop.timing_context.device}, "
+        f"{loop.decoding.describe()}{'' if loop.decoding.rule is None else f', {loop.decoding.rule},'} on "
+        f"{loop.timing_context.device}, "
         f"{loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
         for loop in loops
         if loop.timing_context is not None

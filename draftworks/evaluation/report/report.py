@@ -11,12 +11,15 @@ from typing import Any
 
 import pandas as pd
 
+from draftworks.config.decoding import Decoding
+from draftworks.config.responses import AnswersSampling
 from draftworks.errors import ConfigError
 from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import ratio
 from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling
 from draftworks.evaluation.report.findings import (
+    LOOP,
     BaselineComparison,
     Finding,
     collect_findings,
@@ -28,6 +31,7 @@ from draftworks.evaluation.report.summary import (
     REPORT,
     SCHEMA_VERSION,
     TRAINED,
+    read_answers,
     read_label_fields,
     read_report,
     report_file_errors,
@@ -62,6 +66,7 @@ class Report:
             exact only if it is 1.
         labels: the counts of that share; None in reports from before they were kept.
         greedy_answers: whether the target wrote the answers, greedily; None if it is not known.
+        answers: how the target wrote them; None if others did, or if it is not known.
         columns: columns of the samples (task, length, …), indexed by sample id; the walk is sliced by each of them.
         absent_columns: columns that were to be sliced by, and that no sample of this eval set has.
         asked: by sample id, for eval data that was asked with thinking on and off; empty for other data.
@@ -77,6 +82,7 @@ class Report:
     label_agreement: float | None = None
     labels: LabelCounts | None = None
     greedy_answers: bool | None = None
+    answers: AnswersSampling | None = None
     columns: pd.DataFrame | None = field(default=None, compare=False)
     absent_columns: tuple[str, ...] = ()
     asked: Mapping[str, AskedSample] = field(default_factory=dict, compare=False)
@@ -101,7 +107,7 @@ class Report:
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """The numbers of every draft on every rung; computed once, as intervals of large eval sets take seconds."""
-        return collect_findings(self.drafts, self.resampling)
+        return collect_findings(self.drafts, self.resampling, self.strategy)
 
     @cached_property
     def comparisons(self) -> tuple[BaselineComparison, ...]:
@@ -125,7 +131,7 @@ class Report:
     def headline(self) -> Finding:
         """The trained draft's walk, or else its highest greedy rung that has a value."""
         known = [found for found in self.findings if found.draft == TRAINED and found.value is not None]
-        greedy = [found for found in known if not found.temperature]
+        greedy = [found for found in known if found.is_greedy]
         return max(greedy, key=lambda found: (found.rung == 3, found.rung))
 
     def to_json(self) -> dict[str, Any]:
@@ -139,6 +145,7 @@ class Report:
             "label_agreement": self.label_agreement,
             **({} if self.labels is None else {"labels": self.labels.to_json()}),
             **({} if self.greedy_answers is None else {"greedy_answers": self.greedy_answers}),
+            **({} if self.answers is None else {"answers": self.answers.model_dump()}),
             "resampling": asdict(self.resampling),
             "drafts": {name: self._draft_json(name, measured) for name, measured in self.drafts.items()},
             "comparisons": [comparison.to_json() for comparison in self.comparisons],
@@ -174,6 +181,7 @@ class Report:
                 draft_tokens=values["draft_tokens"],
                 label_agreement=values["label_agreement"],
                 **read_label_fields(values),
+                answers=read_answers(values),
                 absent_columns=tuple(values.get("absent_columns", ())),
                 resampling=Resampling(**values["resampling"]),
                 provenance=values["provenance"],
@@ -193,14 +201,16 @@ def _loop_json(loop: LoopMeasurement) -> dict[str, Any]:
     return {**loop.to_json(), "speed_up": loop.speed_up, "tokens_per_pass": ratio(emitted, passes)}
 
 
+def _get_loop_name(loop: Mapping[str, Any]) -> str:
+    """Return the name of a loop in prompts.parquet; before rules were named it had none of one."""
+    return f"{LOOP}_t{loop['temperature']:g}" if "rule" not in loop else get_metric_name(4, Decoding.from_json(loop))
+
+
 def _measurement(name: str, values: Mapping[str, Any], prompts: PromptsByRung) -> DraftMeasurement:
     return DraftMeasurement(
         result=EvalResult.from_json(values["result"]),
         blocks=prompts.get((name, get_metric_name(2)), ()),
         walk=prompts.get((name, get_metric_name(3)), ()),
         walk_by_position=select_walk_by_position(prompts, name),
-        loops=tuple(
-            LoopMeasurement.from_json(loop, prompts[name, get_metric_name(4, loop["temperature"])])
-            for loop in values["loops"]
-        ),
+        loops=tuple(LoopMeasurement.from_json(loop, prompts[name, _get_loop_name(loop)]) for loop in values["loops"]),
     )

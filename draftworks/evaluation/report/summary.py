@@ -1,4 +1,4 @@
-"""Summary of a report for the leaderboard and other readers, from report.json only. Standard library only."""
+"""Summary of a report for the leaderboard and other readers, from report.json only. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.decoding import AcceptanceRule, Decoding
+from draftworks.config.responses import AnswersSampling
 from draftworks.errors import DataError, DraftworksError, StoreError
 from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
 from draftworks.storage.manifest import FileManifest
@@ -44,6 +46,12 @@ def read_label_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "labels": None if counts is None else LabelCounts.from_json(counts),
         "greedy_answers": values.get("greedy_answers"),
     }
+
+
+def read_answers(values: Mapping[str, Any]) -> AnswersSampling | None:
+    """Return how the answers were written from the contents of report.json, which may not say it."""
+    found = values.get("answers")
+    return None if found is None else AnswersSampling(**found)
 
 
 def require_prompts_file(folder: Path) -> Path:
@@ -84,8 +92,12 @@ class RungScore:
     Attributes:
         metric: name of the number; it contains the rung.
         value: acceptance length, or accuracy on rung 0. None without a pass.
+        temperature: on rung 4, and on rung 1 where it is of servers that sample.
         low, high: its interval at the level `confidence`.
         speed_up: on rung 4, over decoding without a draft.
+        decoding: above temperature 0, with the rule of acceptance; that of a report from before there were several is
+            `rejection`.
+        servers: those that accept by the rule, as it was known when the report was made; empty without a rule.
     """
 
     draft: str
@@ -100,6 +112,12 @@ class RungScore:
     passes: int | None = None
     tokens_per_pass: float | None = None
     speed_up: float | None = None
+    decoding: Decoding | None = None
+    servers: str = ""
+
+    @property
+    def rule(self) -> AcceptanceRule | None:
+        return None if self.decoding is None else self.decoding.rule
 
     @classmethod
     def from_json(cls, draft: str, entry: Mapping[str, Any]) -> RungScore:
@@ -112,6 +130,8 @@ class RungScore:
             metric=entry["metric"],
             value=entry["value"],
             temperature=entry["temperature"],
+            decoding=Decoding.from_json(entry) if entry["temperature"] else None,
+            servers=entry.get("servers", ""),
             speed_up=entry["speed_up"],
             **{name: counted[name] for name in names if counted},
         )
@@ -129,6 +149,7 @@ class ReportSummary:
         scores: every draft on every rung.
         labels: the counts of that share; None in reports from before they were kept.
         greedy_answers: whether the target wrote the answers, greedily; None if it is not known.
+        answers: how the target wrote them; None if others did, or if it is not known.
     """
 
     target: str
@@ -142,6 +163,7 @@ class ReportSummary:
     provenance: Mapping[str, Any]
     labels: LabelCounts | None = None
     greedy_answers: bool | None = None
+    answers: AnswersSampling | None = None
 
     def __post_init__(self) -> None:
         if not self.select_scores(TRAINED, 1):
@@ -173,6 +195,7 @@ class ReportSummary:
                 ),
                 provenance=values["provenance"],
                 **read_label_fields(values),
+                answers=read_answers(values),
             )
 
     @property
@@ -188,7 +211,7 @@ class ReportSummary:
         return score.value
 
     def select_scores(self, draft: str, rung: int) -> tuple[RungScore, ...]:
-        """Return the scores of a draft on a rung: on rung 0 one per draft position, on 1 and 4 one per temperature."""
+        """Return the scores of a draft on a rung: on rung 0 one per draft position, on 1 and 4 one per decoding."""
         return tuple(score for score in self.scores if (score.draft, score.rung) == (draft, rung))
 
     @property

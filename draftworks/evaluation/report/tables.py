@@ -27,6 +27,9 @@ SUMMARY_SCHEMA = pa.schema(
         ("rung", pa.int64()),
         ("metric", pa.string()),
         ("temperature", pa.float64()),
+        *((name, pa.string()) for name in ("rule", "servers")),
+        ("top_k", pa.int64()),
+        ("top_p", pa.float64()),
         *((name, pa.float64()) for name in ("value", "low", "high", "confidence")),
         *((name, pa.int64()) for name in ("prompts", "passes")),
         *((name, pa.float64()) for name in ("tokens_per_pass", "speed_up")),
@@ -131,5 +134,7 @@ def publish_table(path: Path, table: pa.Table) -> None:
 
 def _summary_row(found: Finding) -> dict[str, Any]:
     counted = {} if found.acceptance is None else {name: getattr(found.acceptance, name) for name in COUNTED}
-    names = ("draft", "rung", "metric", "temperature", "value", "speed_up")
-    return {**{name: getattr(found, name) for name in names}, **counted}
+    decoded = {} if found.decoding is None else {"top_p": 1.0, **found.decoding.to_json()}
+    names = ("draft", "rung", "metric", "value", "speed_up")
+    servers = {"servers": found.servers or None}
+    return {**{name: getattr(found, name) for name in names}, **decoded, **servers, **counted}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftworks.config.decoding import Decoding
+from draftworks.drafts.acceptance import find_served_targets, measure_acceptance
 from draftworks.drafts.anchors import Blocks
 from draftworks.drafts.objectives import Temperatures, soften
 
@@ -22,15 +24,29 @@ class Teacher(NamedTuple):
     def compute_distributions(self, positions: Tensor, dtype: torch.dtype, temperature: float = 1.0) -> Tensor:
         """Return softmax(logits / temperature) of the target, (l, V), at the positions (l,); once at equal positions."""
         positions, which = positions.unique(return_inverse=True)
-        logits = F.linear(self.last[positions].to(self.head.dtype), self.head)
         # The same operation as for the draft's logits: where both agree, their difference is 0 and not rounding.
-        return soften(logits.to(dtype), temperature).softmax(-1).index_select(0, which)
+        return soften(self._compute_logits(positions, dtype), temperature).softmax(-1).index_select(0, which)
+
+    def measure_acceptance(self, positions: Tensor, logits: Tensor, served: Sequence[Decoding]) -> Tensor | None:
+        """Return how likely a draft's tokens of logits (l, V) are accepted by each decoding, (d, l); None without one.
+
+        Args:
+            positions: (l,), where the target says the tokens at the draft's places.
+        """
+        if not served:
+            return None
+        positions, which = positions.unique(return_inverse=True)
+        targets = find_served_targets(self._compute_logits(positions, logits.dtype), served)
+        return measure_acceptance(logits, targets.index_select(1, which), served)
+
+    def _compute_logits(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        return F.linear(self.last[positions].to(self.head.dtype), self.head).to(dtype)
 
 
 class JudgedLosses(Protocol):
     """Sums of a loss that reads the target's distributions; a NamedTuple.
 
-    `acceptance_sums` (k,) and `tau`, a scalar, are those of one temperature; `sampled` (m, k) are `acceptance_sums` at several.
+    `acceptance_sums` (k,) and `tau`, a scalar, are those of one temperature.
     """
 
     @property
@@ -46,18 +62,15 @@ J = TypeVar("J", bound=JudgedLosses)
 
 
 def judge_acceptance(trained: J, temperatures: Temperatures, measure: Callable[[Temperatures], J]) -> J:
-    """Return a loss's sums with the acceptance at the temperatures that an evaluation judges at; in training unchanged.
-
-    `acceptance_sums` and `tau` are then those at temperature 1.
+    """Return a loss's sums, those of acceptance at temperature 1 in an evaluation; in training unchanged.
 
     Args:
-        measure: returns the sums with the loss at a temperature.
+        measure: returns the sums with the loss at other temperatures.
     """
-    if not temperatures.judged:
+    if not temperatures.evaluates:
         return trained
-    judged = temperatures.judge(trained, lambda each: measure(Temperatures(each)))
-    sampled = torch.stack([each.acceptance_sums for each in judged])
-    return trained._replace(acceptance_sums=sampled[0], tau=judged[0].tau, sampled=sampled)
+    at_1 = temperatures.judge(trained, measure)
+    return trained._replace(acceptance_sums=at_1.acceptance_sums, tau=at_1.tau)
 
 
 def locate_teachers(blocks: Blocks, length: int) -> Tensor:

@@ -69,7 +69,7 @@ class DSparkLosses(NamedTuple):
         tau: scalar, Σ over blocks of a_1 + a_1·a_2 + …: the expected number of accepted proposals, had the proposals
             been the labels.
         confidence_errors: (k,), of |σ(confidence) - a|; None without a confidence head.
-        sampled: (m, k), `acceptance_sums` at each of `Temperatures.judged`; None in training.
+        served: (d, k), what servers accept by each of `Temperatures.served`; None without one.
     """
 
     loss: Tensor
@@ -79,7 +79,7 @@ class DSparkLosses(NamedTuple):
     accepted: Tensor
     tau: Tensor
     confidence_errors: Tensor | None
-    sampled: Tensor | None = None
+    served: Tensor | None = None
 
 
 def dspark_losses(
@@ -113,6 +113,7 @@ def dspark_losses(
     ) -> DSparkLosses:
         logits = at_least_float32(F.linear(states, head).addmm(narrow, projection.T))  # (l, V)
         correct = chunk.scatter(is_argmax(logits, chunk.labels))
+        served = teacher.measure_acceptance(positions, logits, temperatures.served)
         q = teacher.compute_distributions(positions, logits.dtype, temperatures.teacher)  # (l, V)
         ce, distance = compare_labels(soften(logits, temperatures.teacher), chunk.labels, q)  # (l,) each
         if temperatures.teacher != 1:
@@ -133,6 +134,7 @@ def dspark_losses(
             accepted=correct.cumprod(1).sum(),
             tau=accepted.cumprod(1).sum(),
             confidence_errors=errors,
+            served=None if served is None else torch.stack([chunk.scatter(each).sum(0) for each in served]),
         )
 
     def measure(temperatures: Temperatures) -> DSparkLosses:

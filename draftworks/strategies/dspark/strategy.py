@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from draftworks.drafts.acceptance import name_served_sums
 from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
-from draftworks.drafts.objectives import Temperatures, name_sampled_sums
+from draftworks.drafts.objectives import Temperatures
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
@@ -92,5 +93,5 @@ def _sums(result: DSparkLosses, label_mask: Tensor, ctx: StepContext) -> dict[st
         **{f"{name}_sums": sums for name, sums in (by_place | by_block).items()},
         **{f"{name}_denoms": labels for name in by_place},
         **{f"{name}_denoms": blocks for name in by_block},
-        **name_sampled_sums(ctx, result.sampled, labels),
+        **name_served_sums(ctx, result.served, labels),
     }

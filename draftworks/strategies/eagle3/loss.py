@@ -14,15 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftworks.drafts.acceptance import measure_acceptance, name_served_sums
 from draftworks.drafts.logit_losses import chunked_loss, compare_teacher, find_argmax
-from draftworks.drafts.objectives import (
-    BatchObjective,
-    CrossEntropy,
-    Objective,
-    Temperatures,
-    name_sampled_sums,
-    soften,
-)
+from draftworks.drafts.objectives import BatchObjective, CrossEntropy, Objective, Temperatures, soften
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.supervision import Teacher, TeacherChunk, TeacherPlan
 
@@ -45,7 +39,7 @@ class DistillationLosses(NamedTuple):
         accepted: Σ α, see draftworks.drafts.objectives; at temperature 1 in evaluations, else at that of the loss. None in
             training where the objective does not need it, because it costs a pass over the teacher's logits.
         accepted_all: Σ α, labels outside the draft vocabulary included; None in training.
-        sampled: (m, T), `accepted_all` at each of `Temperatures.judged`; None in training.
+        served: (d, T), Σ of what servers accept by each of `Temperatures.served`, over all labels; None without one.
     """
 
     loss: Tensor
@@ -54,7 +48,7 @@ class DistillationLosses(NamedTuple):
     taught: Tensor
     accepted: Tensor | None
     accepted_all: Tensor | None
-    sampled: Tensor | None = None
+    served: Tensor | None = None
 
     def metric_sums(self, supervised: Tensor, ctx: StepContext) -> dict[str, Tensor]:
         """Return the sums of `StepOutput`, for (T,) supervised positions of each step."""
@@ -69,7 +63,7 @@ class DistillationLosses(NamedTuple):
         if self.accepted_all is not None:
             all_labels = {"acceptance_sums": self.accepted_all, "acceptance_denoms": supervised}
             sums |= {f"unconditional_{name}": each for name, each in all_labels.items()}
-        return sums | name_sampled_sums(ctx, self.sampled, supervised)
+        return sums | name_served_sums(ctx, self.served, supervised)
 
 
 @dataclass(frozen=True)
@@ -82,6 +76,7 @@ class DistillationChunk:
         q: (n, V_d), the teacher's distribution.
         labels: (n,) int64 draft ids, -1 outside the draft vocabulary.
         mass: (n,), the teacher's probability mass in the draft vocabulary, or None.
+        served: (d, n, V_d), the target's probabilities by each decoding of a server, or None.
     """
 
     index: Tensor
@@ -89,6 +84,7 @@ class DistillationChunk:
     q: Tensor
     labels: Tensor
     mass: Tensor | None
+    served: Tensor | None
 
 
 def distill(
@@ -102,7 +98,7 @@ def distill(
 ) -> DistillationLosses:
     """Return the objective over every supervised state against its teacher.
 
-    An evaluation has temperatures to judge at; each other than the loss's own costs a pass over the logits.
+    An evaluation of a draft whose T is not 1 costs a second pass over the logits.
 
     Args:
         states: (Q, H) of all steps, what the draft's head is applied to.
@@ -110,21 +106,17 @@ def distill(
         plan: which states are taught by which rows of `teacher.last`.
         objective: a `BatchObjective` costs a second pass, which takes its means beforehand.
     """
-    sides, training = (states, head, teacher, plan, step_weights), not temperatures.judged
+    sides, evaluates = (states, head, teacher, plan, step_weights), temperatures.evaluates
     if isinstance(objective, BatchObjective):
         with torch.no_grad():
-            means = _distill(*sides, CrossEntropy(), temperatures.teacher, True, False)
+            means = _distill(*sides, CrossEntropy(), Temperatures(temperatures.teacher), with_mass=True)
         assert means.accepted is not None, "asked for with the mass"
         objective = objective.for_batch(means.accepted, means.taught)
-    with_mass = objective.needs_acceptance or not training
-    trained = _distill(*sides, objective, temperatures.teacher, with_mass, not training)
-    if training:
+    trained = _distill(*sides, objective, temperatures, with_mass=objective.needs_acceptance or evaluates)
+    if not evaluates:
         return trained
-    judged = temperatures.judge(trained, lambda each: _distill(*sides, CrossEntropy(), each, True, True))
-    sampled = [each.accepted_all for each in judged if each.accepted_all is not None]
-    return trained._replace(
-        accepted=judged[0].accepted, accepted_all=judged[0].accepted_all, sampled=torch.stack(sampled)
-    )
+    at_1 = temperatures.judge(trained, lambda each: _distill(*sides, CrossEntropy(), each, with_mass=True))
+    return trained._replace(accepted=at_1.accepted, accepted_all=at_1.accepted_all)
 
 
 def number_across_steps(rows: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -140,16 +132,17 @@ def _distill(
     plan: TeacherPlan,
     step_weights: Sequence[float],
     objective: Objective,
-    temperature: float,
+    temperatures: Temperatures,
     with_mass: bool,
-    with_unknown: bool,
 ) -> DistillationLosses:
+    temperature, with_unknown, decodings = temperatures.teacher, temperatures.evaluates, temperatures.served
     wide = torch.promote_types(head.dtype, torch.float32)
     weights = torch.tensor(step_weights, dtype=wide, device=head.device)  # (T,)
 
     def formula(chunk: DistillationChunk, states: Tensor, head: Tensor) -> DistillationLosses:
         logits = F.linear(states, head).to(wide)  # (n, V_d)
         correct = find_argmax(logits) == chunk.labels
+        served = None if chunk.served is None else measure_acceptance(logits, chunk.served, decodings)  # (d, n)
         ce, overlap = compare_teacher(soften(logits, temperature), chunk.q, chunk.mass)  # (n,) each
         acceptance = torch.zeros_like(ce) if overlap is None else overlap
         known = chunk.labels >= 0
@@ -158,8 +151,8 @@ def _distill(
             losses = losses * known
 
         def by_step(values: Tensor) -> Tensor:
-            sums = torch.zeros(len(weights), dtype=torch.float64, device=values.device)
-            return sums.index_add_(0, chunk.steps, values.detach().double())
+            sums = torch.zeros(*values.shape[:-1], len(weights), dtype=torch.float64, device=values.device)
+            return sums.index_add_(-1, chunk.steps, values.detach().double())
 
         return DistillationLosses(
             loss=torch.dot(weights[chunk.steps], losses),
@@ -168,10 +161,11 @@ def _distill(
             taught=by_step(known),
             accepted=None if chunk.mass is None else by_step(acceptance * known),
             accepted_all=by_step(acceptance) if with_unknown else None,
+            served=None if served is None else by_step(served),
         )
 
     def teach(positions: Tensor) -> TeacherChunk:
-        return teacher.compute_distributions(positions, wide, with_mass, with_unknown, temperature)
+        return teacher.compute_distributions(positions, wide, with_mass, with_unknown, temperature, decodings)
 
     chunks = _split_into_chunks(teach, teacher.head, plan, head)
     return chunked_loss(formula, chunks, [states], [head])
@@ -196,4 +190,5 @@ def _split_into_chunks(
             q=taught.q.index_select(0, position),
             labels=taught.labels[position],
             mass=None if taught.mass is None else taught.mass[position],
+            served=None if taught.served is None else taught.served.index_select(1, position),
         )

@@ -85,7 +85,7 @@ class XPressLosses(NamedTuple):
             without.
         tau: scalar, Σ over blocks of a_1 + a_1·a_2 + …: the expected number of accepted proposals, had the proposals
             been the labels.
-        sampled: (m, k), `acceptance_sums` at each of `Temperatures.judged`; None in training.
+        served: (d, k), what servers accept by each of `Temperatures.served`; None without one.
     """
 
     loss: Tensor
@@ -95,7 +95,7 @@ class XPressLosses(NamedTuple):
     accepted: Tensor
     base_accepted: Tensor
     tau: Tensor
-    sampled: Tensor | None = None
+    served: Tensor | None = None
 
 
 class _Judged(NamedTuple):
@@ -146,6 +146,7 @@ def xpress_losses(
         logits = at_least_float32(F.linear(narrow.transpose(0, 1).contiguous(), projection).add_(base))  # (P, l, V)
         base = at_least_float32(base)
         hits, base_hits = (chunk.scatter(is_argmax(each[0], chunk.labels)) for each in (logits, base))  # (n, k)
+        served = teacher.measure_acceptance(positions, logits[0], temperatures.served)
         q = teacher.compute_distributions(positions, base.dtype, temperatures.teacher)  # (l, V)
         judged = judge(chunk, logits, q)
         refined, *rounds = weighted(chunk, judged).unbind()
@@ -163,6 +164,7 @@ def xpress_losses(
             accepted=sum_prefix_lengths(hits, chunk.label_mask),
             base_accepted=sum_prefix_lengths(base_hits, chunk.label_mask),
             tau=likely.cumprod(1).sum(),
+            served=None if served is None else torch.stack([chunk.scatter(each).sum(0) for each in served]),
         )
 
     # A label has logits in every pass, all of them at once.

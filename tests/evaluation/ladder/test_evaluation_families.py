@@ -12,6 +12,7 @@ from ladder_toys import TAPS, TTT, MakeDraft, build_ladder, dflash, domino, eagl
 from model_families import FAMILIES, in_float64
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draftworks.config.decoding import GREEDY
 from draftworks.config.run_files import TargetFiles
 from draftworks.evaluation.ladder.loop import DecodingLoop, get_loop_revision
 from draftworks.evaluation.ladder.prompts import Prompt
@@ -71,7 +72,7 @@ def test_the_walk_equals_the_real_loop(name: str, make: MakeDraft, family_target
     walked = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
     loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
     prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
-    found = loop.measure(prompts, 0.0, {one.walk.sample_id: one.first_answer for one in walked})
+    found = loop.measure(prompts, GREEDY, {one.walk.sample_id: one.first_answer for one in walked})
     assert all(one.gap is not None and one.gap < 1e-4 for one in found.differences)
     tied = {one.sample_id for one in found.differences}
     assert len(tied) < 2

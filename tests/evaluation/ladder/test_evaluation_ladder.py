@@ -21,6 +21,7 @@ from ladder_toys import (
 )
 from torch import Tensor
 
+from draftworks.config.decoding import GREEDY, Decoding
 from draftworks.drafts.sampling import Verdict, verify
 from draftworks.drafts.strategy import Proposal
 from draftworks.evaluation.evaluator import collate_labels, count_labels
@@ -28,6 +29,8 @@ from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, specul
 from draftworks.evaluation.ladder.loop import DecodingLoop
 from draftworks.evaluation.ladder.prompts import Prompt
 from draftworks.evaluation.ladder.replay import replay
+
+HOT = Decoding(0.8, "rejection")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +141,7 @@ def test_what_is_verified_while_sampling_are_the_targets_own_logits_of_the_seque
     generator, accepted = torch.Generator().manual_seed(3), set()
     for sample in ladder.samples[:4]:
         seen.clear()
-        spoken = speculate(ladder.model, ladder.strategy, TAPS, sample.prompt, DecodingLimits(24), TTT, 0.6, generator)
+        spoken = speculate(ladder.model, ladder.strategy, TAPS, sample.prompt, DecodingLimits(24), TTT, HOT, generator)
         said = [*sample.prompt, spoken.tokens[0]]
         for proposal, logits, verdict in seen:
             proposed = proposal.tokens.tolist()
@@ -179,7 +182,7 @@ def test_a_sampled_prompt_gives_the_same_answer_for_the_same_seed(ladder: Ladder
         generator = torch.Generator().manual_seed(seed)
         limits = DecodingLimits(24)
         return speculate(
-            ladder.model, ladder.strategy, TAPS, ladder.samples[0].prompt, limits, TTT, 1.0, generator
+            ladder.model, ladder.strategy, TAPS, ladder.samples[0].prompt, limits, TTT, HOT, generator
         ).tokens
 
     answer = spoken(1)
@@ -197,7 +200,7 @@ def test_measured_loops_equal_the_walks_over_answers_cut_to_the_same_length(ladd
     length = max(len(sample.prompt) for sample in ladder.samples) + 12
     samples = [cut(sample, length) for sample in ladder.samples]
     loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0, max_length=length)
-    measured = loop.measure([Prompt(sample.name, sample.prompt) for sample in samples], temperature=0.0)
+    measured = loop.measure([Prompt(sample.name, sample.prompt) for sample in samples], GREEDY)
     walks = [one.walk for one in replay(ladder.strategy, ladder.batch(samples), TTT)]
     assert sorted(walks, key=lambda walk: walk.sample_id) == list(measured.prompts)
     assert measured.tokens == measured.plain_tokens == sum(len(sample.answer) for sample in samples)

@@ -11,6 +11,7 @@ import torch
 from ladder_toys import TAPS, TTT, Ladder, build_ladder, eagle3, greedy_answers
 from torch import Tensor
 
+from draftworks.config.decoding import GREEDY, Decoding
 from draftworks.evaluation.ladder import loop as loop_module
 from draftworks.evaluation.ladder.decoding import DecodingLimits, measure_draft_gap, speculate
 from draftworks.evaluation.ladder.differences import AnswerTrace, Difference
@@ -34,7 +35,7 @@ def traces(ladder: Ladder) -> dict[str, AnswerTrace]:
 def differences(ladder: Ladder, walks: dict[str, AnswerTrace]) -> list[Difference]:
     loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
     prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
-    return list(loop.measure(prompts, 0.0, walks).differences)
+    return list(loop.measure(prompts, GREEDY, walks).differences)
 
 
 def gap(logits: Tensor) -> float:
@@ -120,7 +121,7 @@ def test_gap_of_a_proposal_that_the_draft_does_not_make_is_unknown(ladder: Ladde
 
 def test_sampled_loops_are_compared_with_no_walk_and_say_when_they_were_timed(ladder: Ladder):
     loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
-    measured = loop.measure([Prompt("s", ladder.samples[0].prompt)], 0.7)
+    measured = loop.measure([Prompt("s", ladder.samples[0].prompt)], Decoding(0.7, "greedy_draft"))
     assert measured.differences is None
     assert "CPU, 1 thread" in measured.timing_context.device
     assert (datetime.now(UTC) - measured.timing_context.date).total_seconds() < 600
@@ -140,7 +141,7 @@ def test_what_a_prompt_draws_depends_on_its_sample_id_and_the_seed_alone(ladder:
 
         monkeypatch.setattr(loop_module, "speculate", listening)
         loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, DecodingLimits(6), TTT, seed)
-        found = loop.measure(prompts, 1.0).prompts
+        found = loop.measure(prompts, Decoding(1.0, "rejection")).prompts
         return {each.sample_id: (seeds[each.sample_id], each.passes, each.accepted, each.histogram) for each in found}
 
     together = drawn([one, other])

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from report_toys import prompts
 
+from draftworks.config.decoding import GREEDY, Decoding
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.loop_cache import LoopCache, LoopIdentity
 from draftworks.evaluation.ladder.measurement import LoopMeasurement, TimingContext
+from draftworks.storage.identity import digest
 
 IDENTITY = LoopIdentity(
     weights_digest="a",
@@ -23,7 +25,7 @@ IDENTITY = LoopIdentity(
     options={"ttt_length": 4, "layer_ids": [2, 4, 5]},
     target_digest="b",
     prompts="c",
-    temperature=0.0,
+    decoding=GREEDY,
     draft_tokens=4,
     stop_ids=(0, 2),
     max_new_tokens=64,
@@ -38,7 +40,7 @@ OTHERS: dict[str, Any] = {
     "options": {"ttt_length": 4, "layer_ids": [2, 4, 6]},
     "target_digest": "b2",
     "prompts": "c2",
-    "temperature": 0.5,
+    "decoding": Decoding(0.5, "rejection"),
     "draft_tokens": 5,
     "stop_ids": (0,),
     "max_new_tokens": 65,
@@ -48,7 +50,7 @@ OTHERS: dict[str, Any] = {
     "revision": 2,
 }
 MEASURED = LoopMeasurement(
-    0.0,
+    GREEDY,
     prompts([3, 1], [0], []),
     seconds=1.25,
     plain_seconds=0.1 + 0.2,
@@ -85,6 +87,34 @@ def test_everything_that_decides_a_loop_changes_its_key(name: str, cache: LoopCa
     other = replace(IDENTITY, **{name: OTHERS[name]})
     assert other.key != IDENTITY.key
     assert cache.find(other).measurement is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Decoding(0.5, "greedy_draft"),
+        Decoding(0.5, "block"),
+        Decoding(0.7, "rejection"),
+        Decoding(0.5, "rejection", top_k=9),
+        Decoding(0.5, "rejection", top_p=0.9),
+    ],
+    ids=lambda each: each.suffix,
+)
+def test_rule_temperature_and_cuts_of_a_sampled_loop_are_in_its_key(other: Decoding, cache: LoopCache) -> None:
+    sampled = replace(IDENTITY, decoding=Decoding(0.5, "rejection"))
+    measured = replace(MEASURED, decoding=other, differences=None)
+    cache.store(replace(sampled, decoding=other), measured)
+    assert cache.find(sampled).measurement is None
+    assert cache.find(replace(sampled, decoding=other)).measurement == measured
+
+
+def test_a_sampled_loop_of_before_rules_were_named_is_measured_anew(cache: LoopCache) -> None:
+    """Its draws were others; the rule was that of no server by default."""
+    sampled = replace(IDENTITY, decoding=Decoding(0.5, "rejection"))
+    without_rule = {name: value for name, value in sampled.to_json().items() if name != "rule"}
+    assert digest(without_rule) != sampled.key
+    assert digest(IDENTITY.to_json()) == IDENTITY.key
+    assert "rule" not in IDENTITY.to_json()
 
 
 def altered(entry: str) -> str:

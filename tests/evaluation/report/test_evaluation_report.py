@@ -33,7 +33,7 @@ RUNGS = {
     (2, 0.0): "rung2_block_acc_len",
     (3, 0.0): "rung3_walk_acc_len",
     (4, 0.0): "rung4_loop_acc_len_t0",
-    (4, 0.7): "rung4_loop_acc_len_t0.7",
+    (4, 0.7): "rung4_loop_acc_len_t0.7_greedy_draft",
 }
 
 
@@ -94,7 +94,7 @@ def test_json_has_every_draft_on_every_rung_with_its_interval(report: Report, sa
         assert draft["metrics"] == measured.result.metrics()
         counted = {entry["metric"]: entry["acceptance"] for entry in draft["rungs"] if entry["rung"] > 1}
         expected = {RUNGS[2, 0.0]: measured.blocks, RUNGS[3, 0.0]: measured.walk}
-        expected |= {RUNGS[4, loop.temperature]: loop.prompts for loop in measured.loops}
+        expected |= {RUNGS[4, loop.decoding.temperature]: loop.prompts for loop in measured.loops}
         assert counted == {
             metric: summarize_acceptance(each, report.resampling).to_json() for metric, each in expected.items() if each
         }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from report_toys import full_report, prompts, rungs_0_and_1
 
+from draftworks.config.decoding import GREEDY
 from draftworks.errors import StoreError
 from draftworks.evaluation.labels import Exactness, LabelCounts
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
@@ -73,7 +74,7 @@ NO_PASS = prompts([], [])
         (with_trained(loops=LOOPS[1:]), "rung3_walk_acc_len"),
         (with_trained(loops=()), "rung3_walk_acc_len"),
         (with_trained(loops=(), walk=NO_PASS), "rung2_block_acc_len"),
-        (with_trained(loops=(LoopMeasurement(0.0, NO_PASS, 1.0, 1.0, 2, 2),)), "rung3_walk_acc_len"),
+        (with_trained(loops=(LoopMeasurement(GREEDY, NO_PASS, 1.0, 1.0, 2, 2),)), "rung3_walk_acc_len"),
         (rungs_0_and_1(), "simulated_acc_len"),
     ],
 )

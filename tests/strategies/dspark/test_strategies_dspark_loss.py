@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftworks.config.decoding import Decoding
 from draftworks.drafts.sampling import verify
 from draftworks.drafts.strategy import Proposal
 from draftworks.strategies.dflash.loss import decaying_weights
@@ -101,7 +102,8 @@ def test_acceptance_is_how_often_speculative_sampling_keeps_a_token():
     p = (one.head @ one.states[0] + one.projection @ one.narrow[0]).softmax(-1)
     target = (one.head @ one.last[2]).expand(2, -1)
     generator, runs = torch.Generator().manual_seed(0), 2000
+    by_rejection = Decoding(1.0, "rejection")
     drawn = torch.multinomial(p, runs, replacement=True, generator=generator)
-    kept = sum(verify(Proposal(token[None], p[None]), target, 1.0, generator).accepted for token in drawn)
+    kept = sum(verify(Proposal(token[None], p[None]), target, by_rejection, generator).accepted for token in drawn)
     assert 0.1 < float(found.tau) < 0.9
     assert abs(kept / runs - float(found.tau)) < 4 * (0.25 / runs) ** 0.5

@@ -93,7 +93,7 @@ def test_acceptance_does_not_depend_on_the_chunk_size_and_is_certain_for_the_tea
     own_states = [teacher.last.roll(-1 - step, 0) for step in range(len(weights))]
     with torch.no_grad():
         whole = distill(
-            torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), Temperatures(judged=(1.0,))
+            torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), Temperatures(evaluates=True)
         )
         perfect = distill(
             torch.cat(own_states),
@@ -102,12 +102,12 @@ def test_acceptance_does_not_depend_on_the_chunk_size_and_is_certain_for_the_tea
             plan,
             weights,
             CrossEntropy(),
-            Temperatures(judged=(1.0,)),
+            Temperatures(evaluates=True),
         )
         monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
         monkeypatch.setattr(losses, "MIN_CHUNK_LABELS", 3)
         pieces = distill(
-            torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), Temperatures(judged=(1.0,))
+            torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), Temperatures(evaluates=True)
         )
     torch.testing.assert_close(pieces, whole)
     assert (whole.accepted < whole.taught).all()
