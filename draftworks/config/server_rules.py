@@ -60,7 +60,7 @@ SERVER_RULES = (
         "",
         "greedy_draft",
         "v1/worker/gpu/spec_decode/xpress/speculator.py: jacobi_refine_greedy",
-        "whatever the flags say; from 0.33 on",
+        "the draft is greedy whatever the flags say; from 0.33 on",
     ),
     ServerRule(
         VLLM,

@@ -18,5 +18,6 @@ class TeacherOptions(StrategyOptions):
         default=1.0,
         gt=0,
         le=100,
-        description="T: draft and target are compared as softmax(logits / T), and that loss is multiplied by T².",
+        description="T: draft and target are compared as softmax(logits / T), and that loss is multiplied by T². Leave it at 1 "
+        "for servers that draft greedily, as most do.",
     )
