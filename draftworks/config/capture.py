@@ -55,7 +55,11 @@ class CaptureSpec(Spec):
         "stream, half of bfloat16's bytes; fp8_taps is fp8 but for `last`, the teacher's stream. Eval features are always "
         "plain.",
     )
-    compute_dtype: Dtype = Field(default="bfloat16", description="Dtype of the target's weights and activations.")
+    compute_dtype: Dtype = Field(
+        default="bfloat16",
+        description="Dtype of the target's weights and activations. Left out, it is float32 where the target runs on this "
+        "machine's CPU and that has no bfloat16 instructions (AVX512-BF16, AMX).",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
     batch_tokens: int = Field(default=16384, gt=0, description="Tokens, padding included, of one forward pass.")
     in_flight_tokens: int | None = Field(

@@ -69,7 +69,8 @@ class TrainingSpec(Spec):
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of AdamW.")
     max_grad_norm: float = Field(default=0.5, gt=0, description="Gradients are clipped to this norm.")
     compute_dtype: Dtype = Field(
-        default="bfloat16", description="Dtype of forward and backward; master weights are always fp32."
+        default="bfloat16",
+        description="Dtype of forward and backward; master weights are always fp32. Left out, it is chosen as for `capture`.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
     compile: bool = Field(
@@ -242,7 +243,10 @@ class TargetSpec(Spec):
         description="More data sets beside `dataset`, weights and shares of slices; null: `dataset` alone.",
     )
     max_length: int = Field(
-        default=2048, gt=2, description="Tokens per sample; longer ones are cut or rejected, never silently."
+        default=2048,
+        gt=2,
+        description="Tokens per sample; longer ones are cut or rejected, never silently. Left out, it is at most the model's "
+        "context.",
     )
     data: DataSpec = Field(default_factory=DataSpec)
     responses: ResponseSpec = Field(default_factory=ResponseSpec)

@@ -16,7 +16,8 @@ class ServingSpec(Spec):
     prompts: int = Field(default=0, ge=0, description="Held-out samples to answer; 0 leaves the rung out.")
     concurrency: int = Field(default=8, ge=1, description="Requests at a time.")
     compute_dtype: Dtype = Field(
-        default="bfloat16", description="Dtype of target and draft in the server; on CPU float32."
+        default="bfloat16",
+        description="Dtype of target and draft in the server. Left out, it is float32 on a CPU, where SGLang takes nothing else.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
     format: str | None = Field(default=None, description="Export format to serve; default the first that SGLang loads.")

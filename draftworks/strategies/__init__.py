@@ -6,6 +6,7 @@ itself is named here.
 
 from draftworks.config.strategies import (
     ExportSpec,
+    FitDefault,
     LayerCounting,
     StrategyOptions,
     StrategySpec,
@@ -20,6 +21,7 @@ from draftworks.config.strategies import (
 
 __all__ = [
     "ExportSpec",
+    "FitDefault",
     "LayerCounting",
     "StrategyOptions",
     "StrategySpec",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
@@ -35,11 +35,12 @@ class Parsed(Generic[SpecType]):
     problems: tuple[str, ...] = ()
 
 
-def read_entry(path: Path, name: str, deployment: DeploymentSpec | None) -> Parsed[TargetSpec]:
+def read_entry(path: Path, name: str, find_deployment: Callable[[], DeploymentSpec | None]) -> Parsed[TargetSpec]:
     """Read a target's file.
 
     Args:
-        deployment: into whose launcher settings the target's are merged; None judges them not.
+        find_deployment: called for an entry with launcher settings, which are merged into the deployment's; None judges
+            them not.
 
     Raises:
         ConfigError: the file cannot be read, or is no YAML mapping.
@@ -57,7 +58,8 @@ def read_entry(path: Path, name: str, deployment: DeploymentSpec | None) -> Pars
         if read.spec is not None:
             kept[strategy] = read.spec
     spec = parsed.spec.model_copy(update={"strategies": kept}) if kept != parsed.spec.strategies else parsed.spec
-    if spec.launcher and deployment is not None:
+    deployment = find_deployment() if spec.launcher else None
+    if deployment is not None:
         try:
             check_overrides(deployment.launcher, spec.launcher, f"{path}: launcher")
         except ConfigError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from draftworks.config.base import Dtype
 from draftworks.config.launchers import LOCAL, LauncherSpec
-from draftworks.config.registry_files import CaptureSpec, StrategyEntry, TargetSpec
+from draftworks.config.registry_files import CaptureSpec, StrategyEntry, TargetSpec, TrainingSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.strategies import TargetSizes, resolve_strategy
 from draftworks.storage.regular_files import read_json
@@ -145,20 +145,14 @@ def _in_float32(section: Any) -> Any:
 
 def describe_fitted(written: TargetSpec, fitted: TargetSpec) -> list[str]:
     """Return a line for each default of an entry that was replaced, with the reason; `written` is without replacements."""
-    found = [*_describe_sizes(written, fitted)]
-    sections: dict[str, tuple[CaptureSpec | Any, Any]] = {
-        "capture": (written.capture, fitted.capture),
-        **{
-            f"strategies.{name}.training": (entry.training, fitted.strategies[name].training)
-            for name, entry in written.strategies.items()
-        },
-    }
-    for key, (before, now) in sections.items():
-        if before.compute_dtype != now.compute_dtype:
-            found.append(
-                f"{key}.{_DTYPE}: {now.compute_dtype}, as its device {now.device} is a processor without bfloat16 instructions "
-                f"(AVX512-BF16 or AMX) here. It is part of what results are known by: set it if other machines are to share them"
-            )
+    found = _describe_sizes(written, fitted)
+    before, now = _list_computing(written), _list_computing(fitted)
+    found += [
+        f"{key}.{_DTYPE}: {now[key].compute_dtype}, as its device {now[key].device} is a processor without bfloat16 "
+        f"instructions (AVX512-BF16 or AMX) here. Results are known by it: set it if other machines are to share them"
+        for key in now
+        if before[key].compute_dtype != now[key].compute_dtype
+    ]
     serving = fitted.evaluation.serving
     if written.evaluation.serving.compute_dtype != serving.compute_dtype:
         found.append(
@@ -167,8 +161,14 @@ def describe_fitted(written: TargetSpec, fitted: TargetSpec) -> list[str]:
     return found
 
 
+def _list_computing(spec: TargetSpec) -> dict[str, CaptureSpec | TrainingSpec]:
+    """Return the sections whose dtype a processor may decide, by their keys."""
+    trained = {f"strategies.{name}.training": entry.training for name, entry in spec.strategies.items()}
+    return {"capture": spec.capture, **trained}
+
+
 def _describe_sizes(written: TargetSpec, fitted: TargetSpec) -> list[str]:
-    found = []
+    found: list[str] = []
     if written.max_length != fitted.max_length:
         found.append(f"max_length: {fitted.max_length}, the model's context, which is below the default")
     if written.responses.max_new_tokens != fitted.responses.max_new_tokens:

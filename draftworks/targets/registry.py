@@ -102,12 +102,13 @@ class Registry:
         return None if spec is None else self._fit(spec)
 
     def _read_entry(self, name: str) -> Parsed[TargetSpec]:
-        path = self._find_path("targets", name)
+        return read_entry(self._find_path("targets", name), name, self._find_deployment)
+
+    def _find_deployment(self) -> DeploymentSpec | None:
         try:
-            deployment = self.load_deployment()
+            return self.load_deployment()
         except ConfigError:
-            deployment = None  # the entry may be right; whoever needs the deployment says what is wrong with it
-        return read_entry(path, name, deployment)
+            return None  # the entry may be right; whoever needs the deployment says what is wrong with it
 
     def resolve_launcher(self, target: TargetSpec, program: str) -> LauncherSpec:
         """Return the launcher settings of one program's jobs for a target: the deployment's with the target's merged in."""

@@ -218,3 +218,14 @@ def test_a_wrapper_has_the_sizes_of_its_text_model(site, monkeypatch):
     text = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 700, "max_position_embeddings": 4096}
     site.write_model(text_config=text)
     assert site.load().strategies["eagle3"].options == {"draft_vocab_size": 700}
+
+
+def test_published_models_have_the_defaults_that_strategies_name(site, monkeypatch):
+    put(monkeypatch, GPU)
+    published = sorted((Path(__file__).parents[1] / "preflight" / "published").glob("*.json"))
+    assert len(published) > 30
+    for path in published:
+        (site.root / "model" / "config.json").write_text(path.read_text())
+        spec = site.load(strategies={name: {} for name in list_strategies()})
+        assert site.describe() == [], path.stem
+        assert spec == site.registry.read_target("t")

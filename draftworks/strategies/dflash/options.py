@@ -44,7 +44,10 @@ class DFlashOptions(LayerOptions):
     num_anchors: int = Field(default=512, ge=1, description="Blocks trained on per sample, drawn at every step.")
     num_layers: int = Field(default=5, ge=1, description="Decoder layers of the draft.")
     num_taps: int = Field(
-        default=5, ge=1, description="Layers of the target to fuse, spread evenly; layer_ids names them instead."
+        default=5,
+        ge=1,
+        description="Layers of the target to fuse, spread evenly, by default at most all but its last; layer_ids names them "
+        "instead.",
     )
     layer_ids: list[int] | None = Field(default=None, min_length=1, description="Taps as hf_index, ascending.")
     mask_token_id: int | None = Field(
