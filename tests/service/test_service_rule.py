@@ -39,16 +39,24 @@ def figures(reference: str | None, difference: float | None, eval_set: str = "he
     above=st.floats(0, 1),
     behind=st.floats(0, 0.5),
     prompts=st.integers(1, 200),
+    same=st.booleans(),
 )
-def test_the_verdict_is_that_of_the_docs(difference: float, below: float, above: float, behind: float, prompts: int):
+def test_the_verdict_is_that_of_the_docs(
+    difference: float, below: float, above: float, behind: float, prompts: int, same: bool
+):
     low, high = difference - below, difference + above
     ranked = [Ranked("best", behind), Ranked("other", 0.0)]
-    compared = {"best": Compared(reason="gone"), "other": Compared(paired(difference, low, high, prompts))}
+    other = Compared(paired(difference, low, high, prompts), same_weights=same)
+    compared = {"best": Compared(reason="gone"), "other": other}
     found = judge_eval_set("heldout", ranked, compared, MARGINS, is_known=True)
     assert found.reference == "other"
     assert found.carried == behind
     if prompts < 10:
         assert found.verdict is Verdict.UNDECIDED
+        assert f"at least 10 are needed: {10 - prompts} more" in found.reason
+    elif low == high and not same:
+        assert found.verdict is Verdict.UNDECIDED
+        assert "the same on every prompt" in found.reason
     elif low - behind >= -0.03:
         assert found.verdict is Verdict.NON_INFERIOR
     elif high - behind < -0.03:
@@ -60,7 +68,7 @@ def test_the_verdict_is_that_of_the_docs(difference: float, below: float, above:
 
 def test_the_strongest_comparable_draft_is_the_reference():
     ranked = [Ranked("a", 0.5), Ranked("b", 0.2)]
-    both = {name: Compared(paired(value, value, value)) for name, value in (("a", -0.02), ("b", 0.4))}
+    both = {name: Compared(paired(value, value - 0.01, value)) for name, value in (("a", -0.02), ("b", 0.4))}
     found = judge_eval_set("heldout", ranked, both, MARGINS, is_known=True)
     assert (found.reference, found.carried, found.verdict) == ("a", 0.0, Verdict.NON_INFERIOR)
 
@@ -72,6 +80,15 @@ def test_a_first_draft_and_a_new_eval_set_have_nothing_to_compare_with():
     known = judge_eval_set("code", [Ranked("a", 0)], gone, MARGINS, is_known=True)
     assert known.verdict is Verdict.UNDECIDED
     assert "not measured on it" in describe_figures(known)
+
+
+def test_equal_counts_on_every_prompt_are_no_evidence_unless_the_drafts_are_one():
+    """A lost part of the traffic that no prompt of the sample is of leaves equal counts."""
+    walk = draw_walk(2.0, 200, np.random.default_rng(0))
+    equal = paired_difference(walk, walk)
+    for same, verdict in ((False, Verdict.UNDECIDED), (True, Verdict.NON_INFERIOR)):
+        compared = {"a": Compared(equal, 2.0, 2.0, same_weights=same)}
+        assert judge_eval_set("heldout", [Ranked("a", 0)], compared, MARGINS, is_known=True).verdict is verdict
 
 
 def test_strengths_add_up_along_the_promotions():

@@ -14,10 +14,9 @@ from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.relative_loss import (
     RelativeLoss,
     SeedPair,
-    compute_student_quantile,
     judge_relative_loss,
 )
-from draftworks.evaluation.ladder.statistics import Resampling
+from draftworks.evaluation.ladder.statistics import Resampling, compute_student_quantile
 
 FAST = Resampling(resamples=200)
 
@@ -50,7 +49,9 @@ def test_fixed_values_of_a_small_case():
     assert found.by_seed == pytest.approx((1 / 18, 0.0))
     assert found.loss == pytest.approx(1 / 36)
     assert found.verdict == "refused"
-    assert found.low == pytest.approx(-0.1214, abs=0.003)  # by all 27 draws
+    # The prompts' variance is 0.0016291 / 3, by their influences -1/54, 5/108 and -1/36; the seeds' is (1/18)^2 / 2 / 2.
+    # Student's t with 2.327 degrees of freedom is 3.77.
+    assert found.low == pytest.approx(1 / 36 - 3.773 * 0.036258, abs=1e-3)
     assert found.low + found.high == pytest.approx(2 / 36)
     assert json.loads(json.dumps(found.to_json()))["verdict"] == "refused"
 
