@@ -189,7 +189,7 @@ class EvaluationSpec(Spec):
     loop: LoopSpec = Field(default_factory=LoopSpec)
     serving: ServingSpec = Field(default_factory=ServingSpec)
     confidence: float = Field(
-        default=0.95, gt=0, lt=1, description="Level of confidence intervals, which are bootstrapped over prompts."
+        default=0.95, gt=0, lt=1, description="Level of confidence intervals, whose observations are prompts."
     )
     resamples: int = Field(default=2000, ge=100, description="Number of bootstrap resamples.")
     slices: DistinctNames = Field(
@@ -208,7 +208,7 @@ class EvaluationSpec(Spec):
         return require_timezone(value)
 
     def to_identity(self) -> dict[str, Any]:
-        """Return the options that determine the figures of a report."""
+        """Return what determines the figures of a report beside its drafts and data."""
         return self.model_dump(include={"draft_tokens", "loop", "confidence", "resamples", "slices"})
 
 

@@ -11,7 +11,6 @@ from pydantic import Field, field_validator, model_validator
 from draftworks.config.base import Spec
 from draftworks.config.urls import parse_url
 
-
 LEAST_PROMPTS = 120
 """Prompts from which on few promotions and decisions are wrong, whatever the data: see docs/benchmarks.md."""
 

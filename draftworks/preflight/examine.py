@@ -14,7 +14,7 @@ from draftworks.data.sources import find_dataset_files
 from draftworks.errors import DraftworksError
 from draftworks.preflight.cached_examination import TARGET_CHECKS, examine_before_run
 from draftworks.preflight.compatibility import check_requirements
-from draftworks.preflight.decisions import check_decision
+from draftworks.preflight.decisions import check_decision, check_least_prompts
 from draftworks.preflight.engines import check_quantizer
 from draftworks.preflight.feature_budget import check_feature_budget
 from draftworks.preflight.findings import Finding, Findings
@@ -84,6 +84,7 @@ def examine_target(
         check_machine(target, registry, findings)
         check_placement(target, registry, findings)
         check_decision(target, registry, findings)
+        check_least_prompts(target, findings)
     data = _check_data(target, registry, findings, digests)
     sound_entry = False
     if files is not None:

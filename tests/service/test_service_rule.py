@@ -6,8 +6,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from promotion_worlds import (
+    EQUAL,
+    LOST,
+    LOST_ALONE,
+    WORLDS,
+    World,
+    draw_differences,
+    is_promoted,
+    measure_errors,
+)
 from service_toys import WEIGHTS_OF_TARGET, draw_walk, record
 
+from draftworks.config.decision import DecisionSpec
+from draftworks.config.service import LEAST_PROMPTS, ServiceSpec
 from draftworks.evaluation.ladder.statistics import Interval, PairedDifference, Resampling, paired_difference
 from draftworks.service.record import EvalFigures, InService
 from draftworks.service.rule import (
@@ -147,6 +159,38 @@ def test_a_year_of_retrainings_promotes_few_worse_drafts_and_losses_do_not_add_u
         assert max(values) - values[-1] < 0.1 + 0.08, (seed, values)
     assert promoted > 6
     assert wrong <= max(1, 0.05 * promoted), (wrong, promoted)
+
+
+def test_a_lost_part_of_the_prompts_is_hardly_ever_promoted_from_the_default_number_on():
+    """By percentiles, or by Student's t alone, 10% and more are: too few of the sample are lost."""
+    found = measure_errors(LOST, ServiceSpec().least_prompts, trials=300)
+    assert found.promoted <= 0.06
+    assert found.covered >= 0.93
+
+
+def test_with_few_prompts_of_which_none_is_lost_nothing_is_decided():
+    """An interval of [0, 0] on 20 prompts promoted a draft in 35 of 100 cases that had lost one prompt in twenty."""
+    lost = draw_differences(LOST_ALONE, 20, trials=60)
+    blind = [each for each in lost if each.difference == 0]
+    assert len(blind) > 10
+    assert not any(is_promoted(each, -LOST_ALONE.truth) for each in blind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
+@pytest.mark.parametrize("times", [1, 2])
+def test_from_the_default_number_on_few_promotions_are_wrong_and_intervals_have_the_truth(world: World, times: int):
+    for spec in (ServiceSpec(), DecisionSpec()):
+        assert spec.least_prompts == LEAST_PROMPTS
+    found = measure_errors(world, times * LEAST_PROMPTS, trials=2000)
+    assert found.covered >= 0.93
+    assert found.promoted <= 0.05
+
+
+@pytest.mark.long
+def test_with_three_times_the_default_number_an_equal_draft_is_promoted():
+    """The number that the page about drafts in service names."""
+    assert measure_errors(EQUAL, 3 * LEAST_PROMPTS, trials=2000, margin=ServiceSpec().margin).promoted >= 0.8
 
 
 def test_figures_survive_their_file():

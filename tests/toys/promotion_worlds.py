@@ -15,7 +15,10 @@ import numpy as np
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
+from draftworks.evaluation.report.paired_slices import PairedSlice, examine_slice
+from draftworks.service.record import EvalFigures
 from draftworks.service.rule import Compared, Margins, Ranked, Verdict, judge_eval_set
+from draftworks.service.slice_rule import judge_slices
 
 TOKENS_PER_PASS = 6
 POPULATION = 10_000
@@ -100,6 +103,23 @@ def draw_differences(world: World, prompts: int, trials: int, seed: int = 1) -> 
     ]
 
 
+def measure_held_back(world: World, slices: int, prompts: int, trials: int, margin: float, seed: int = 1) -> float:
+    """Return the share of trials in which a slice holds a draft back: so many slices of so many prompts each."""
+    rng = np.random.default_rng(seed)
+    new, best = world.walks
+    held = 0
+    for trial in range(trials):
+        parts = rng.choice(POPULATION, (slices, prompts), replace=False)
+        paired = [
+            PairedSlice("part", str(number), tuple(new[i] for i in part), tuple(best[i] for i in part))
+            for number, part in enumerate(parts)
+        ]
+        found = [examine_slice(one, slices, Resampling(seed=trial)) for one in paired]
+        [figures] = judge_slices([EvalFigures("heldout", Verdict.NON_INFERIOR, 0.03)], {"heldout": found}, margin)
+        held += not Verdict(figures.verdict).accepts
+    return held / trials
+
+
 def is_promoted(paired: PairedDifference, margin: float) -> bool:
     """Whether the rule promotes a draft with other weights, whatever the number of prompts."""
     compared = {BEST: Compared(paired)}
@@ -129,6 +149,11 @@ LOST = World("1 prompt in 20 lost", _lose(0.05))
 LOST_ALONE = World("1 in 20 lost, others equal", _lose(0.05), shared=1.0)
 WORLDS = (MILD, SKEWED, HEAVY, LOST, LOST_ALONE)
 EQUAL = World("equal", _shift(0.0, lambda rng, size: rng.normal(0, 0.05, size)))
+"""No draft is better than the other, and on no prompt they are the same."""
+EQUAL_SKEWED = World("equal, skewed", _shift(0.012, lambda rng, size: 0.15 * (rng.exponential(size=size) - 1)))
+"""Small losses on most prompts, large gains on few, so that few prompts mostly show a loss. A draft that accepts less has more
+passes, which count: the mean over prompts is raised until the difference of the sums is 0."""
+EQUALS = (EQUAL, EQUAL_SKEWED)
 
 
 def _to_mean(rates: np.ndarray) -> np.ndarray:

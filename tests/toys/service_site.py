@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from draftworks.data.conversations import Scalar
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
@@ -156,6 +157,10 @@ class ServiceSite:
     def make_walk(self, index: int, mean: float, weights: str) -> PromptAcceptance:
         return make_walk(index, mean, weights)
 
+    def name_columns(self, index: int) -> dict[str, Scalar]:
+        """Columns of a prompt, by which it is sliced."""
+        return {}
+
     def promote(self, digest: str | None = None, **asked: Any) -> InService:
         service = self.open()
         return service.promote(service.judge(digest), Request("me", **asked))
@@ -168,7 +173,12 @@ class ServiceSite:
 
     def _publish_answers(self, eval_set: str, target: str, answers: str, prompts: int) -> str:
         rows = [
-            TokenRow(f"s{index}", np.arange(5 + len(answers), dtype=np.int32), np.ones(5 + len(answers), bool))
+            TokenRow(
+                f"s{index}",
+                np.arange(5 + len(answers), dtype=np.int32),
+                np.ones(5 + len(answers), bool),
+                self.name_columns(index),
+            )
             for index in range(prompts)
         ]
 
