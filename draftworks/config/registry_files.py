@@ -29,6 +29,8 @@ from draftworks.config.trackers import TrackersSpec
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+INTERVALS_REVISION = 2
+"""Of how confidence intervals are computed: reports have them. 1, which named itself nowhere, was percentiles."""
 
 
 class TrainingSpec(Spec):
@@ -209,7 +211,8 @@ class EvaluationSpec(Spec):
 
     def to_identity(self) -> dict[str, Any]:
         """Return what determines the figures of a report beside its drafts and data."""
-        return self.model_dump(include={"draft_tokens", "loop", "confidence", "resamples", "slices"})
+        options = self.model_dump(include={"draft_tokens", "loop", "confidence", "resamples", "slices"})
+        return {**options, "intervals": INTERVALS_REVISION}
 
 
 class ExportSettings(Spec):
