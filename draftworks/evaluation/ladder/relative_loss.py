@@ -61,6 +61,8 @@ class RelativeLoss:
             f"relative loss of the walk {self.loss:+.2%} ({self.low:+.2%} to {self.high:+.2%} at {self.confidence:.0%}) on "
             f"{self.prompts} prompts with {len(self.by_seed)} seeds, allowed {self.max_loss:.2%}"
         )
+        if self.low == self.high:
+            return f"{self.verdict}: {figures}: the same on every prompt, so nothing shows what it is on others"
         if self.more is None:
             return f"{self.verdict}: {figures}"
         prompts, seeds = ceil(self.prompts * self.more), ceil(len(self.by_seed) * self.more)
@@ -75,7 +77,7 @@ class RelativeLoss:
 
     def judge_by(self, max_loss: float) -> RelativeLoss:
         """Return the verdict of the same figures with another limit."""
-        if self.loss is None or self.high is None:
+        if self.loss is None or self.high is None or self.low == self.high:
             return replace(self, verdict="undecided", max_loss=max_loss, more=None)
         verdict: Verdict = "passed" if self.high <= max_loss else "refused" if self.loss >= max_loss else "undecided"
         more = ((self.high - self.loss) / (max_loss - self.loss)) ** 2 if verdict == "undecided" else None

@@ -89,10 +89,12 @@ def test_the_verdict_follows_from_the_bounds_and_the_order_of_prompts_is_nothing
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=10)
-def test_no_change_loses_nothing_and_more_of_the_same_prompts_narrow_the_bounds(seed: int):
+def test_equal_counts_on_every_prompt_lose_nothing_and_decide_nothing(seed: int):
     pairs = simulate(0.01, seed, prompts=20)
     same = judge_relative_loss([SeedPair(pair.without, pair.without) for pair in pairs], 0.0, FAST)
-    assert (same.loss, same.low, same.high, same.verdict) == (0.0, 0.0, 0.0, "passed")
+    assert (same.loss, same.low, same.high, same.verdict) == (0.0, 0.0, 0.0, "undecided")
+    assert same.more is None
+    assert "the same on every prompt" in same.describe()
 
 
 def test_a_draft_that_accepts_nothing_decides_nothing():
