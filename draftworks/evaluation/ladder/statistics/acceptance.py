@@ -122,8 +122,8 @@ def unpaired_difference(
     The prompts of each are samples of their own, so the interval is wider than a paired one, and says nothing of how much
     of the difference is that of the prompts. None if one of the drafts has no pass.
     """
-    drafts = [list(select_measured(one).values()) for one in (a, b)]
-    return examine_unpaired(*drafts, resampling).interval if all(drafts) else None
+    of_a, of_b = (list(select_measured(one).values()) for one in (a, b))
+    return examine_unpaired(of_a, of_b, resampling).interval if of_a and of_b else None
 
 
 def examine_paired(
