@@ -63,6 +63,7 @@ COMMANDS = {
     "code_location": "python benchmarks/code_location.py",
     "prune": "python benchmarks/prune.py",
     "plan": "python benchmarks/plan.py",
+    "promotion_errors": "python benchmarks/promotion_errors.py",
     "fleet_year": "python benchmarks/fleet_year.py --seeds 2",
 }
 """By name, in the order of the page; run in the root of the checkout. {STEP} is the newest run file of that step there."""

@@ -231,10 +231,12 @@ FIGURE_COLUMNS = (
     "interval",
     "margin",
     "draft",
+    "lost slices",
 )
 
 
 def _format_row(one: EvalFigures) -> tuple[object, ...]:
     interval = "" if one.low is None or one.high is None else f"{one.low:+.3f} to {one.high:+.3f}"
     numbers = ("" if each is None else f"{each:.3f}" for each in (one.value, one.reference_value, one.difference))
-    return (one.eval_set, one.verdict, *numbers, interval, f"{one.margin:g}", one.reference or "")
+    lost = ", ".join(f"{each.column} {each.value} {each.difference:+.3f}" for each in one.slices)
+    return (one.eval_set, one.verdict, *numbers, interval, f"{one.margin:g}", one.reference or "", lost)

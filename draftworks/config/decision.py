@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from draftworks.config.base import Spec
+from draftworks.config.service import LEAST_PROMPTS
 
 
 class DecisionSpec(Spec):
@@ -24,7 +25,7 @@ class DecisionSpec(Spec):
         description="Where the whole interval of the loss is above this, the draft is trained anew.",
     )
     least_prompts: int = Field(
-        default=20, ge=1, description="Prompts that an eval set has to have; with fewer it is undecided."
+        default=LEAST_PROMPTS, ge=1, description="Prompts that an eval set has to have; with fewer it is undecided."
     )
     act: Literal["none", "tune", "retrain"] = Field(
         default="none",

@@ -31,6 +31,8 @@ from draftworks.config.trackers import TrackersSpec
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+INTERVALS_REVISION = 2
+"""Of how confidence intervals are computed: reports have them. 1, which named itself nowhere, was percentiles."""
 
 
 class TrainingSpec(Spec):
@@ -177,7 +179,7 @@ class EvaluationSpec(Spec):
     loop: LoopSpec = Field(default_factory=LoopSpec)
     serving: ServingSpec = Field(default_factory=ServingSpec)
     confidence: float = Field(
-        default=0.95, gt=0, lt=1, description="Level of confidence intervals, which are bootstrapped over prompts."
+        default=0.95, gt=0, lt=1, description="Level of confidence intervals, whose observations are prompts."
     )
     resamples: int = Field(default=2000, ge=100, description="Number of bootstrap resamples.")
     slices: DistinctNames = Field(
@@ -198,7 +200,7 @@ class EvaluationSpec(Spec):
     def to_identity(self, strategies: Iterable[str] = ()) -> dict[str, Any]:
         """Return the options that determine the figures of reports on these strategies' drafts; without any, the greedy ones."""
         decided = self.model_dump(include={"draft_tokens", "confidence", "resamples", "slices"})
-        return {**decided, "loop": self.loop.to_identity(strategies)}
+        return {**decided, "loop": self.loop.to_identity(strategies), "intervals": INTERVALS_REVISION}
 
 
 class ExportSettings(Spec):

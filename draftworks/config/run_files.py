@@ -358,7 +358,7 @@ class ServeRun(TargetRun):
     max_new_tokens: int = Field(default=512, gt=0, description="Token limit of the eval set's answers.")
     max_length: int = Field(gt=2, description="Token limit of its samples, prompt included.")
     confidence: float = Field(
-        default=0.95, gt=0, lt=1, description="Level of confidence intervals, which are bootstrapped over prompts."
+        default=0.95, gt=0, lt=1, description="Level of confidence intervals, whose observations are prompts."
     )
     resamples: int = Field(default=2000, ge=100, description="Number of bootstrap resamples.")
 

@@ -11,6 +11,9 @@ from pydantic import Field, field_validator, model_validator
 from draftworks.config.base import Spec
 from draftworks.config.urls import parse_url
 
+LEAST_PROMPTS = 120
+"""Prompts from which on few promotions and decisions are wrong, whatever the data: see docs/benchmarks.md."""
+
 
 class HookSpec(Spec):
     """How servers are told that another draft is in service: a command, or a request to a URL."""
@@ -71,9 +74,16 @@ class ServiceSpec(Spec):
         default_factory=dict, description="Tighter margins of single eval sets, by name; none is wider than `margin`."
     )
     least_prompts: int = Field(
-        default=20,
+        default=LEAST_PROMPTS,
         ge=1,
-        description="Prompts that two drafts have to share on an eval set; with fewer it is undecided.",
+        description="Prompts that two drafts have to share on an eval set; with fewer it is undecided. Below the default a "
+        "draft that lost a part of the traffic is promoted too often.",
+    )
+    slice_margin: float = Field(
+        default=0.1,
+        ge=0,
+        description="Accepted tokens per pass that a slice (language, length of the prompt, thinking, source, and "
+        "`evaluation.slices`) with 20 shared prompts may lose; one that clearly loses more holds the draft back.",
     )
     automatic: bool = Field(
         default=True,

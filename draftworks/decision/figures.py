@@ -203,7 +203,15 @@ class ServedFigures:
                 paired = found.paired
                 loss = Loss(0.0 - paired.difference, 0.0 - paired.interval.high, 0.0 - paired.interval.low)
                 return LossEvidence(
-                    name, kind, None, found.new, found.old, loss, paired.prompts, reference_prompts=paired.prompts
+                    name,
+                    kind,
+                    None,
+                    found.new,
+                    found.old,
+                    loss,
+                    paired.prompts,
+                    reference_prompts=paired.prompts,
+                    same_weights=reference.weights == self.draft.weights,
                 )
             reason = found.reason
         if before is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from draftworks.decision.record import Choice, EvalLoss, Margins, Reference
 from draftworks.evaluation.ladder.statistics import Interval
-from draftworks.service.rule import MAX_PROMPTS
+from draftworks.service.rule import MAX_PROMPTS, NO_WIDTH
 from draftworks.storage.words import format_count
 
 URGENCY = (Choice.RETRAIN, Choice.TUNE, Choice.UNDECIDED, Choice.KEEP)
@@ -47,6 +47,7 @@ class LossEvidence:
         after_tune: digest of a tune that was made for what has changed since; None: none was made.
         reason: why there is nothing to compare with.
         is_new: no draft was measured on the eval set when the reference was put into service: nothing can be lost on it.
+        same_weights: whether both measurements are of one draft, on the same prompts: it cannot differ from itself.
     """
 
     eval_set: str
@@ -60,6 +61,12 @@ class LossEvidence:
     after_tune: str | None = None
     reason: str = ""
     is_new: bool = False
+    same_weights: bool = False
+
+    @property
+    def lacks_width(self) -> bool:
+        """Whether the interval of the loss says nothing: the loss is the same on every prompt, and by no necessity."""
+        return self.loss is not None and self.loss.low == self.loss.high and not self.same_weights
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ def count_prompts_to_decide(evidence: LossEvidence, loss: Loss, margins: Margins
 
     The part of the interval that is not fixed goes with one over the root of the number of prompts.
     """
-    if _has_few_reference_prompts(evidence, margins):
+    if _has_few_reference_prompts(evidence, margins) or evidence.lacks_width:
         return None
     distance = abs(loss.value - margins.tune)
     if loss.value == margins.tune:
@@ -159,6 +166,8 @@ def subtract_figures(former: float, former_interval: Interval, now: float, now_i
 def _choose(evidence: LossEvidence, loss: Loss, margins: Margins) -> Choice:
     if evidence.prompts < margins.least_prompts or _has_few_reference_prompts(evidence, margins):
         return Choice.UNDECIDED
+    if evidence.lacks_width:
+        return Choice.UNDECIDED
     if loss.high <= margins.tune:
         return Choice.KEEP
     if loss.low > margins.retrain:
@@ -184,11 +193,14 @@ def _explain(evidence: LossEvidence, loss: Loss, choice: Choice, margins: Margin
             f"{margins.least_prompts} are needed, and it cannot be measured again"
         )
     found = count_prompts_to_decide(evidence, loss, margins)
+    missing = margins.least_prompts - evidence.prompts
     few = (
-        f"{format_count(evidence.prompts, 'prompt')}, at least {margins.least_prompts} are needed; "
-        if evidence.prompts < margins.least_prompts
+        f"{format_count(evidence.prompts, 'prompt')}, at least {margins.least_prompts} are needed, {missing} more; "
+        if missing > 0
         else ""
     )
+    if evidence.lacks_width:
+        return f"{few}{NO_WIDTH}"
     if found is None:
         return f"{few}more prompts would not decide"
     return f"{few}about {format_count(found, 'prompt')} would decide, if the loss stays"

@@ -14,7 +14,7 @@ from draftworks.data.sources import find_dataset_files
 from draftworks.errors import DraftworksError
 from draftworks.preflight.cached_examination import TARGET_CHECKS, examine_before_run
 from draftworks.preflight.compatibility import UnmetRequirements, find_unmet
-from draftworks.preflight.decisions import check_decision
+from draftworks.preflight.decisions import check_decision, check_least_prompts
 from draftworks.preflight.feature_budget import check_feature_budget
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.fp8_gate import check_fp8_gate
@@ -100,6 +100,7 @@ def examine_target(
         check_machine(target, registry, findings)
         check_placement(target, registry, findings)
         check_decision(target, registry, findings)
+        check_least_prompts(target, findings)
     data = _check_data(target, registry, findings, digests)
     unmet = UnmetRequirements()
     if files is not None:

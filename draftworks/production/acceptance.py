@@ -1,7 +1,6 @@
-"""Accepted tokens per pass over the windows of a server, with its interval by a block bootstrap.
+"""Accepted tokens per pass over the windows of a server, with its interval by blocks of windows.
 
-Neighbouring windows resemble each other, as requests and traffic last longer than a window. So blocks of successive windows
-are resampled (circular block bootstrap, Politis and Romano 1992), of about the cube root of their number each.
+Neighbouring windows resemble each other, as requests and traffic last longer than a window: see `find_block_interval`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Interval, Resampling
+from draftworks.evaluation.ladder.statistics import (
+    DEFAULT_RESAMPLING,
+    AcceptanceRatio,
+    Interval,
+    Resampling,
+    find_block_interval,
+)
 from draftworks.production.readings import Window
 
 LEAST_WINDOWS = 12
@@ -48,10 +53,9 @@ def estimate_acceptance(windows: Sequence[Window], resampling: Resampling = DEFA
     """Return the accepted tokens per pass over all these windows, oldest first, with the interval."""
     counts = _count(windows)
     passes, accepted = (int(each) for each in counts.sum(axis=0))
-    resampled = _resample(counts, resampling, seed=resampling.seed)
     return WindowAcceptance(
         value=accepted / passes if passes else None,
-        interval=None if resampled is None else _take_percentiles(resampled, resampling.confidence),
+        interval=None if len(counts) < LEAST_WINDOWS else _find_interval(accepted / passes, [counts], resampling),
         passes=passes,
         accepted=accepted,
         windows=sum(bool(window.passes) for window in windows),
@@ -68,11 +72,9 @@ def compare_acceptance(
     if not all(total[0] for total in totals):
         return None
     values = [total[1] / total[0] for total in totals]
-    resampled = [_resample(each, resampling, seed=resampling.seed + index) for index, each in enumerate(counts)]
-    interval = None
-    if resampled[0] is not None and resampled[1] is not None:
-        interval = _take_percentiles(resampled[0] - resampled[1], resampling.confidence)
-    return WindowDifference(float(values[0] - values[1]), interval)
+    difference = float(values[0] - values[1])
+    enough = min(map(len, counts)) >= LEAST_WINDOWS
+    return WindowDifference(difference, _find_interval(difference, counts, resampling) if enough else None)
 
 
 def _count(windows: Sequence[Window]) -> np.ndarray:
@@ -84,20 +86,7 @@ def _count(windows: Sequence[Window]) -> np.ndarray:
     return np.add.reduceat(found, starts, axis=0)
 
 
-def _resample(counts: np.ndarray, resampling: Resampling, seed: int) -> np.ndarray | None:
-    """Return accepted tokens per pass on resamples of blocks, (resamples,); None for too few windows."""
-    size = len(counts)
-    if size < LEAST_WINDOWS:
-        return None
-    length = round(size ** (1 / 3))
-    circular = np.concatenate([np.zeros((1, 2)), np.cumsum(np.concatenate([counts, counts[: length - 1]]), axis=0)])
-    blocks = circular[length:] - circular[:-length]  # (windows, 2): the sums of the block that begins at each window
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(size, size=(resampling.resamples, -(-size // length)))
-    sums = blocks[drawn].sum(axis=1)  # (resamples, 2)
-    return sums[:, 1] / sums[:, 0]
-
-
-def _take_percentiles(resampled: np.ndarray, confidence: float) -> Interval:
-    low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(low), float(high), confidence)
+def _find_interval(estimate: float, counts: Sequence[np.ndarray], resampling: Resampling) -> Interval:
+    """Return the interval of accepted tokens per pass, or of the first minus the second."""
+    series = [AcceptanceRatio.of_counts(accepted=each[:, 1], passes=each[:, 0]).influences for each in counts]
+    return find_block_interval(estimate, [sign * each for sign, each in zip((1, -1), series)], resampling)

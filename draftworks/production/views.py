@@ -28,8 +28,8 @@ COLUMNS: tuple[str, ...] = (
     "read",
 )
 CAPTION = (
-    "Draft tokens accepted per pass, by the server's own counters over its own traffic (rung 6), with 95% intervals by a "
-    "bootstrap over blocks of windows. First hours: of the same draft on the same server. The walk is another rung, over other "
+    "Draft tokens accepted per pass, by the server's own counters over its own traffic (rung 6), with 95% intervals "
+    "over blocks of windows. First hours: of the same draft on the same server. The walk is another rung, over other "
     "prompts (heldout): it stands beside, and does not compare."
 )
 NO_INTERVAL = "no interval"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.service import ServiceSpec
+from draftworks.data.slice_columns import SLICE_COLUMNS
 from draftworks.errors import StoreError
-from draftworks.evaluation.report.comparison import compare_reports
+from draftworks.evaluation.report.comparison import ComparedWalks, WalkComparison, compare_reports
+from draftworks.evaluation.report.paired_slices import SliceDifference, examine_slice, list_paired_slices
 from draftworks.service.candidate import Candidate, RefusedError, find_candidate
 from draftworks.service.record import Canary, EvalFigures, InService
 from draftworks.service.register import ConflictError, ServiceRegister
@@ -29,6 +31,7 @@ from draftworks.service.rule import (
     rank_earlier,
     was_measured,
 )
+from draftworks.service.slice_rule import judge_slices
 from draftworks.service.states import Accepted, forget_accepted, save_accepted
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
@@ -84,6 +87,14 @@ class Judgement:
 
 
 @dataclass(frozen=True)
+class _JudgedSet:
+    """The figures of one eval set, and the walks that they are of; None if nothing was compared."""
+
+    figures: EvalFigures
+    walks: ComparedWalks | None
+
+
+@dataclass(frozen=True)
 class Service:
     """The drafts of one strategy of a target, and the one in service.
 
@@ -113,7 +124,9 @@ class Service:
         """
         candidate = find_candidate(self.artifacts, self.target, self.files, self.strategy, digest)
         history = self.register.read_history()
-        figures = tuple(self._judge_on(name, candidate, history) for name in candidate.eval_sets)
+        found = [self._judge_on(name, candidate, history) for name in candidate.eval_sets]
+        differences = self._examine_slices({each.figures.eval_set: each.walks for each in found})
+        figures = judge_slices([each.figures for each in found], differences, self.settings.slice_margin)
         return Judgement(candidate, history[-1] if history else None, figures)
 
     def accept(self, judgement: Judgement) -> None:
@@ -204,27 +217,46 @@ class Service:
         forget_accepted(self.register)
         return done
 
-    def _judge_on(self, eval_set: str, candidate: Candidate, history: Sequence[InService]) -> EvalFigures:
+    def _judge_on(self, eval_set: str, candidate: Candidate, history: Sequence[InService]) -> _JudgedSet:
         target_digest = self.files.digest
         ranked = rank_earlier(history, target_digest, eval_set)
         compared: dict[str, Compared] = {}
+        walks: ComparedWalks | None = None
         weights = {record.draft.digest: record.draft.weights for record in history}
         for earlier in ranked:
-            compared[earlier.digest] = self._compare(eval_set, candidate, earlier, weights[earlier.digest])
-            if compared[earlier.digest].paired is not None:
+            found = self._compare(eval_set, candidate, earlier, weights[earlier.digest])
+            same = weights[earlier.digest] == candidate.served.weights
+            compared[earlier.digest] = Compared(found.paired, found.new, found.old, found.reason, same)
+            if found.paired is not None:
+                walks = found.walks
                 break
         margins = Margins(self.settings.select_margin(eval_set), self.settings.least_prompts)
-        return judge_eval_set(eval_set, ranked, compared, margins, was_measured(history, target_digest, eval_set))
+        is_known = was_measured(history, target_digest, eval_set)
+        return _JudgedSet(judge_eval_set(eval_set, ranked, compared, margins, is_known), walks)
 
-    def _compare(self, eval_set: str, candidate: Candidate, earlier: Ranked, weights: str) -> Compared:
+    def _compare(self, eval_set: str, candidate: Candidate, earlier: Ranked, weights: str) -> WalkComparison:
         """Compare with the newest report of a draft's weights that has prompts in common."""
         reason = f"draft {earlier.digest} has no report any more"
         for report in self._list_reports(weights):
             found = compare_reports(self.artifacts, candidate.report, report, eval_set, CONFIDENCE)
             if found.paired is not None:
-                return Compared(found.paired, found.new, found.old)
+                return found
             reason = f"draft {earlier.digest}: {found.reason}"
-        return Compared(reason=reason)
+        return WalkComparison(reason=reason)
+
+    def _examine_slices(self, walks: Mapping[str, ComparedWalks | None]) -> dict[str, list[SliceDifference]]:
+        """Return the difference to the reference in every slice of each eval set that has one."""
+        by = tuple(dict.fromkeys([*SLICE_COLUMNS, *self.target.evaluation.slices]))
+        slices = [
+            (name, one, each.resampling)
+            for name, each in walks.items()
+            if each is not None
+            for one in list_paired_slices(each.pair, each.tokens, by)
+        ]
+        found: dict[str, list[SliceDifference]] = {}
+        for name, one, resampling in slices:
+            found.setdefault(name, []).append(examine_slice(one, len(slices), resampling))
+        return found
 
     def _list_reports(self, weights: str) -> list[Artifact]:
         reports = self.artifacts.list_all(of_strategy(self.strategy).report, self.target.name)
@@ -232,10 +264,10 @@ class Service:
 
     def _explain_refusal(self, judgement: Judgement) -> str:
         refused = [describe_figures(one) for one in judgement.figures if not Verdict(one.verdict).accepts]
-        undecided = any(one.verdict == Verdict.UNDECIDED for one in judgement.figures)
+        verdicts = {one.verdict for one in judgement.figures if not Verdict(one.verdict).accepts}
         todo = (
             "Measure on more prompts, or on the prompts of the draft before; or"
-            if undecided
+            if verdicts == {Verdict.UNDECIDED}
             else "Train a better draft, or"
         )
         return (

@@ -44,15 +44,34 @@ class ServedDraft:
 
 
 @dataclass(frozen=True)
+class LostSlice:
+    """A slice of the shared prompts in which a draft accepts clearly less, see `draftworks.service.slice_rule`.
+
+    Attributes:
+        difference, low, high: of the new draft minus the reference, with the paired interval of this slice by itself.
+        p_value: after Holm's correction over all slices of all eval sets.
+    """
+
+    column: str
+    value: str
+    prompts: int
+    difference: float
+    low: float
+    high: float
+    p_value: float
+
+
+@dataclass(frozen=True)
 class EvalFigures:
     """What the rule of promotion found on one eval set, see `draftworks.service.rule`.
 
     Attributes:
-        verdict: `first`, `non_inferior`, `worse` or `undecided`.
+        verdict: `first`, `non_inferior`, `worse`, `slice_lost` or `undecided`.
         reference: digest of the draft that it was compared with.
         value, reference_value: accepted tokens per pass of both on the shared prompts.
         difference, low, high: of the new draft minus the reference, with the paired interval.
         carried: how far the reference itself is behind the best draft that was in service.
+        slices: those that are lost.
     """
 
     eval_set: str
@@ -67,6 +86,7 @@ class EvalFigures:
     high: float | None = None
     carried: float = 0.0
     prompts: int = 0
+    slices: tuple[LostSlice, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The rule of promotion: on every eval set not inferior to the best draft that was in service. Pure, torch-free.
 
 A draft is promoted if, on every eval set, the lower bound of the paired 95% interval of (new - best) of the walk's
-accepted tokens per pass is at least -margin. Best is the best draft that was ever in service for these weights of the
+accepted tokens per pass is at least -margin, and no slice is lost (`draftworks.service.slice_rule`). Best is the best draft that was ever in service for these weights of the
 target, not the one in service now, so small losses do not add up over many promotions.
 
 How drafts compare with each other is known from the figures of their own promotions: each has a strength, that of the
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # numpy, which no sensor needs
     from draftworks.evaluation.ladder.statistics import PairedDifference
 
 CONFIDENCE = 0.95
+NO_WIDTH = "the difference is the same on every prompt, so nothing shows what it is on others: measure on other prompts"
 MAX_PROMPTS = 1_000_000
 """A number of prompts above this is as good as none."""
 
@@ -37,6 +38,8 @@ class Verdict(StrEnum):
     NON_INFERIOR = "non_inferior"
     WORSE = "worse"
     """The whole interval is below -margin."""
+    SLICE_LOST = "slice_lost"
+    """A slice of the prompts is clearly lost, whatever the others say."""
     UNDECIDED = "undecided"
 
     @property
@@ -52,12 +55,14 @@ class Compared:
         paired: of the new draft minus this one; None if they cannot be compared.
         value, reference_value: accepted tokens per pass of the new draft and of this one, on the shared prompts.
         reason: why they cannot be compared.
+        same_weights: whether they are one draft, which cannot differ from itself.
     """
 
     paired: PairedDifference | None = None
     value: float | None = None
     reference_value: float | None = None
     reason: str = ""
+    same_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def judge_eval_set(
     paired = found.paired
     assert paired is not None
     carried = max(0.0, ranked[0].strength - reference.strength)
-    judged = _judge(paired, carried, margins)
+    judged = _judge(paired, carried, margins, found.same_weights)
     return EvalFigures(
         eval_set,
         judged.verdict,
@@ -181,12 +186,14 @@ class _Judged(NamedTuple):
     reason: str = ""
 
 
-def _judge(paired: PairedDifference, carried: float, margins: Margins) -> _Judged:
+def _judge(paired: PairedDifference, carried: float, margins: Margins, same_weights: bool) -> _Judged:
     low, high = paired.interval.low - carried, paired.interval.high - carried
-    if paired.prompts < margins.least_prompts:
-        return _Judged(
-            Verdict.UNDECIDED, f"{paired.prompts} shared prompts, at least {margins.least_prompts} are needed"
-        )
+    missing = margins.least_prompts - paired.prompts
+    if missing > 0:
+        needed = f"at least {margins.least_prompts} are needed: {missing} more"
+        return _Judged(Verdict.UNDECIDED, f"{format_count(paired.prompts, 'shared prompt')}, {needed}")
+    if not paired.interval.has_width and not same_weights:
+        return _Judged(Verdict.UNDECIDED, NO_WIDTH)
     if low >= -margins.margin:
         return _Judged(Verdict.NON_INFERIOR)
     if high < -margins.margin:

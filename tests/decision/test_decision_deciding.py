@@ -76,7 +76,7 @@ def read(decision: Decision) -> tuple[Choice, Reference, float | None]:
 def test_a_draft_on_what_it_was_put_into_service_with_has_lost_nothing(served: DecisionSite):
     decision = served.decide()
     assert read(decision) == (KEEP, SAME, 0.0)
-    assert (decision.figures[0].low, decision.figures[0].high, decision.figures[0].prompts) == (0.0, 0.0, 24)
+    assert (decision.figures[0].low, decision.figures[0].high, decision.figures[0].prompts) == (0.0, 0.0, 120)
 
 
 @pytest.mark.parametrize(("now", "choice"), [(2.5, KEEP), (1.96, KEEP), (1.9, TUNE), (1.7, RETRAIN)])
@@ -211,7 +211,7 @@ def test_wide_intervals_and_few_prompts_are_undecided_with_the_number_that_would
     assert found.low < 0.05
     site.measure(site.load_draft(site.decide().draft), 1.0, "answered anew", prompts=5)
     found = site.decide().figures[0]
-    assert (found.choice, found.prompts, found.needed) == (UNDECIDED, 5, 20)
+    assert (found.choice, found.prompts, found.needed) == (UNDECIDED, 5, 120)
 
 
 @pytest.mark.usefixtures("pictures")

@@ -5,6 +5,7 @@ Values are sixteenths, so that they often are equal to a margin or to each other
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from decision_oracle import oracle_count_prompts, oracle_decide, oracle_promote
@@ -63,7 +64,9 @@ def losses(draw: st.DrawFn, eval_set: str) -> tuple[LossEvidence, dict[str, Any]
     paired = draw(differences())
     loss = Loss(-paired.difference, -paired.interval.high, -paired.interval.low)
     evidence = LossEvidence(eval_set, reference, "d", 1.0, 1.0, loss, paired.prompts, paired.prompts, tune)
-    return evidence, describe_loss(eval_set, reference, paired=paired, tuned=tuned)
+    same = draw(st.booleans())
+    facts = describe_loss(eval_set, reference, paired=paired, tuned=tuned, same=same)
+    return replace(evidence, same_weights=same), facts
 
 
 @given(
@@ -102,20 +105,26 @@ def histories(draw: st.DrawFn) -> list[InService]:
     histories(),
     st.fixed_dictionaries({name: st.one_of(st.none(), differences()) for name in DRAFTS}),
     st.sampled_from([0.0, 0.03, 0.0625]),
+    st.sets(st.sampled_from(DRAFTS)),
 )
 def test_the_verdict_is_that_of_the_documents(
-    history: list[InService], paired: dict[str, PairedDifference | None], margin: float
+    history: list[InService], paired: dict[str, PairedDifference | None], margin: float, same: set[str]
 ):
     ranked = promotion.rank_earlier(history, WEIGHTS_OF_TARGET, "heldout")
-    compared = {each.digest: promotion.Compared(paired[each.digest], reason="no prompt in common") for each in ranked}
+    compared = {
+        each.digest: promotion.Compared(
+            paired[each.digest], reason="no prompt in common", same_weights=each.digest in same
+        )
+        for each in ranked
+    }
     is_known = promotion.was_measured(history, WEIGHTS_OF_TARGET, "heldout")
     found = promotion.judge_eval_set("heldout", ranked, compared, promotion.Margins(margin, 20), is_known)
     known = {each.digest: paired[each.digest] for each in ranked}
-    facts = describe_promotion("heldout", margin, 20, history, WEIGHTS_OF_TARGET, known)
+    facts = describe_promotion("heldout", margin, 20, history, WEIGHTS_OF_TARGET, known, same)
     assert oracle_promote(facts) == found.verdict
 
 
 def test_facts_hold_numbers_and_names_only():
     assert describe_paired(None) is None
     paired = PairedDifference(0.5, Interval(0.25, 0.75, 0.95), 20, 1, 2)
-    assert describe_paired(paired) == {"difference": 0.5, "low": 0.25, "high": 0.75, "prompts": 20}
+    assert describe_paired(paired) == {"difference": 0.5, "low": 0.25, "high": 0.75, "prompts": 20, "same": False}

@@ -26,7 +26,7 @@ from draftworks.evaluation.ladder.statistics import Interval, Resampling, bootst
 KEEP, TUNE, RETRAIN, UNDECIDED = Choice.KEEP, Choice.TUNE, Choice.RETRAIN, Choice.UNDECIDED
 MARGINS = Margins(0.05, 0.15, 20)
 LOSSES = st.floats(-1, 1)
-WIDTHS = st.floats(0, 0.5)
+WIDTHS = st.floats(1e-6, 0.5)
 
 
 def evidence(
@@ -46,7 +46,7 @@ def former(low: float, value: float, high: float, prompts: int = 100, reference_
 @pytest.mark.parametrize(
     ("low", "value", "high", "choice"),
     [
-        (0.0, 0.0, 0.0, KEEP),
+        (0.0, 0.0, 0.0, UNDECIDED),  # nothing was seen that differs
         (-0.3, -0.2, -0.1, KEEP),
         (0.01, 0.03, 0.05, KEEP),  # the whole interval is at or below the first margin
         (0.01, 0.03, 0.0501, UNDECIDED),
@@ -72,7 +72,7 @@ def test_a_tune_that_did_not_help_is_followed_by_a_training_from_the_start():
 
 def test_the_most_urgent_eval_set_counts():
     sets = {
-        KEEP: evidence(0, 0, 0),
+        KEEP: evidence(0, 0, 0.01),
         UNDECIDED: evidence(0, 0.1, 0.2),
         TUNE: evidence(0.06, 0.1, 0.14),
         RETRAIN: evidence(0.2, 0.3, 0.4),
@@ -89,11 +89,19 @@ def test_too_few_prompts_decide_nothing():
     assert judge_eval_set(evidence(0.5, 0.6, 0.7, prompts=20), MARGINS).choice is RETRAIN
     few = judge_eval_set(evidence(0.5, 0.6, 0.7, prompts=19), MARGINS)
     assert (few.choice, few.needed) == (UNDECIDED, 20)
-    assert few.reason == "19 prompts, at least 20 are needed; about 20 prompts would decide, if the loss stays"
+    assert few.reason == "19 prompts, at least 20 are needed, 1 more; about 20 prompts would decide, if the loss stays"
     old = judge_eval_set(former(0.5, 0.6, 0.7, reference_prompts=19), MARGINS)
     assert (old.choice, old.needed) == (UNDECIDED, None)
     assert "former figure is of 19 prompts" in old.reason
     assert judge_eval_set(evidence(0, 0, 0, prompts=0), MARGINS).choice is UNDECIDED
+
+
+def test_a_loss_that_is_the_same_on_every_prompt_decides_nothing_unless_it_is_of_one_draft():
+    for loss in (0.0, 0.1, 0.5):
+        found = judge_eval_set(evidence(loss, loss, loss), MARGINS)
+        assert (found.choice, found.needed) == (UNDECIDED, None)
+        assert "the same on every prompt" in found.reason
+    assert judge_eval_set(replace(evidence(0, 0, 0), same_weights=True), MARGINS).choice is KEEP
 
 
 def test_without_a_loss_only_a_new_eval_set_is_no_reason_to_ask():

@@ -244,7 +244,7 @@ SETTINGS = [
         ServiceSpec(),
         lambda service: of_target(TARGET.model_copy(update={"service": service})),
         set(),
-        {"margin", "margins", "least_prompts", "automatic", "hook"},
+        {"margin", "margins", "least_prompts", "slice_margin", "automatic", "hook"},
         {"hook": HOOK, "margins": {"heldout": 0.01}},
     ),
     Settings(

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftworks.config.registry_files import DatasetSpec
+from draftworks.config.service import LEAST_PROMPTS
 from draftworks.preflight.data_counts import count_dataset
 
 
@@ -94,6 +95,17 @@ def test_too_few_prompts_to_decide_by_are_a_warning(fleet, rows):
     assert any("eval set heldout has about" in warning and "fewer than 200" in warning for warning in found.warnings)
     fleet.write(service={"least_prompts": 1}, decision={"least_prompts": 1})
     assert not any("eval set" in warning for warning in fleet.check().warnings)
+
+
+def test_a_number_of_prompts_of_ones_own_stands_and_is_a_warning_below_the_default(fleet):
+    for section in ("service", "decision"):
+        for number, warned in ((20, True), (LEAST_PROMPTS - 1, True), (LEAST_PROMPTS, False), (500, False)):
+            fleet.write(**{"service": {}, "decision": {}, section: {"least_prompts": number}})
+            found = fleet.check()
+            assert found.errors == []
+            named = [text for text in found.warnings if f"{section}.least_prompts: found {number};" in text]
+            assert len(named) == warned
+            assert all(len(text) <= 200 for text in named)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])

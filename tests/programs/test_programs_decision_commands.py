@@ -33,8 +33,8 @@ def test_it_prints_choice_reasons_margins_and_costs_and_records_them(site: Decis
     picture = tmp_path / "loss.png"
     shown = ask(site, "--picture", picture)
     assert f"small, eagle3, draft {digest}: keep the draft in service" in shown.stdout
-    assert "heldout: keep: lost +0.000 accepted tokens per pass (+0.000 to +0.000, 24 prompts)" in shown.stdout
-    assert "margins: tuned above 0.05, trained from the start above 0.15; at least 20 prompts" in shown.stdout
+    assert "heldout: keep: lost +0.000 accepted tokens per pass (+0.000 to +0.000, 120 prompts)" in shown.stdout
+    assert "margins: tuned above 0.05, trained from the start above 0.15; at least 120 prompts" in shown.stdout
     assert "cost: a tune not known yet" in shown.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = find_decision(site.artifacts.root, "small", "eagle3")

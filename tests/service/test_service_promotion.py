@@ -68,7 +68,7 @@ def test_a_draft_within_the_margin_replaces_and_a_worse_one_is_refused_with_figu
     assert (record.number, record.draft.digest, record.previous) == (2, second, first)
     assert record.figures[0].difference == pytest.approx(-0.02)
     site.publish("c", 0.9)
-    refuse(site, rf"(?s)worse: -0.100 accepted.*24 prompts.*{first}.*allowed -0.030.*--force", site.promote)
+    refuse(site, rf"(?s)worse: -0.100 accepted.*120 prompts.*{first}.*allowed -0.030.*--force", site.promote)
 
 
 def test_small_losses_do_not_add_up(site: ServiceSite):
@@ -113,7 +113,7 @@ def test_too_few_prompts_decide_nothing(site: ServiceSite):
     site.publish("a", 1.0, prompts=5)
     site.promote()
     site.publish("b", 3.0, prompts=5)
-    refuse(site, "undecided.*5 shared prompts, at least 20 are needed", site.promote)
+    refuse(site, "undecided.*5 shared prompts, at least 120 are needed: 115 more", site.promote)
     refuse(site, "only overruled with a reason", partial(site.promote, force=True))
     assert site.promote(force=True, why="seen by hand").forced
 

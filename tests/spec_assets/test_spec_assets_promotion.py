@@ -75,7 +75,7 @@ def test_a_run_promotes_what_the_rule_accepts_and_says_who_when_why_and_the_figu
     assert found["state"] == "promoted"
     assert found["when"]
     assert "non_inferior" in found["figures"]
-    assert "+0.200 to +0.200" in found["figures"]
+    assert "+0.198 to +0.202" in found["figures"]
 
 
 def test_a_refused_draft_is_a_warning_of_the_run_and_a_failure_of_the_job_that_asks_for_it(site: ServiceSite):

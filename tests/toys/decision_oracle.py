@@ -22,6 +22,7 @@ class Loss:
         prompts: those of the present measurement.
         former_prompts: those of the former figure; None with a paired difference.
         fixed_low, fixed_high: what the former figure adds to each side, which more prompts do not make smaller.
+        same: whether both measurements are of one draft.
     """
 
     value: float
@@ -31,6 +32,11 @@ class Loss:
     former_prompts: int | None = None
     fixed_low: float = 0.0
     fixed_high: float = 0.0
+    same: bool = False
+
+    @property
+    def says_nothing(self) -> bool:
+        return self.low == self.high and not self.same
 
 
 def oracle_decide(facts: Mapping[str, Any]) -> str:
@@ -47,6 +53,8 @@ def oracle_decide_one(margins: Mapping[str, Any], eval_set: Mapping[str, Any]) -
     counted = [loss.prompts] if loss.former_prompts is None else [loss.prompts, loss.former_prompts]
     if any(count < margins["least_prompts"] for count in counted):
         return "undecided"
+    if loss.says_nothing:
+        return "undecided"
     if not loss.high > margins["tune"]:
         return "keep"
     if not loss.low > margins["tune"]:
@@ -58,7 +66,7 @@ def find_loss(eval_set: Mapping[str, Any]) -> Loss:
     """Return the loss of an eval set that has one."""
     if eval_set["reference"] in ("same_prompts", "both_drafts"):
         gain = eval_set["paired"]
-        return Loss(-gain["difference"], -gain["high"], -gain["low"], gain["prompts"])
+        return Loss(-gain["difference"], -gain["high"], -gain["low"], gain["prompts"], same=gain["same"])
     former, now = eval_set["former"], eval_set["now"]
     value = former["value"] - now["value"]
     down = max(0.0, former["value"] - former["low"]), max(0.0, now["high"] - now["value"])
@@ -77,7 +85,7 @@ def find_loss(eval_set: Mapping[str, Any]) -> Loss:
 def oracle_count_prompts(margins: Mapping[str, Any], eval_set: Mapping[str, Any]) -> int | None:
     """Return how many prompts would decide an undecided eval set with a loss; None if more would not."""
     loss, margin, least = find_loss(eval_set), margins["tune"], margins["least_prompts"]
-    if loss.former_prompts is not None and loss.former_prompts < least:
+    if (loss.former_prompts is not None and loss.former_prompts < least) or loss.says_nothing:
         return None
     gap = loss.value - margin
     width, fixed = (loss.high - loss.value, loss.fixed_high) if gap < 0 else (loss.value - loss.low, loss.fixed_low)
@@ -105,6 +113,8 @@ def oracle_promote(facts: Mapping[str, Any]) -> str:
     behind = max(known)[0] - stands_for_best[0]
     gain = facts["compared"][stands_for_best[2]]
     if gain["prompts"] < facts["least_prompts"]:
+        return "undecided"
+    if gain["low"] == gain["high"] and not gain["same"]:
         return "undecided"
     if gain["low"] - behind >= -facts["margin"]:
         return "non_inferior"

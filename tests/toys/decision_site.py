@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from service_site import ServiceSite, make_walk
+from service_site import PROMPT_COUNT, ServiceSite, make_walk
 
 from draftworks.decision.deciding import Decider
 from draftworks.decision.record import Decision
@@ -42,7 +42,11 @@ class DecisionSite(ServiceSite):
         return draft.path.name
 
     def measure(
-        self, draft: Artifact, accepted: Mapping[str, float] | float, answers: str = "first", prompts: int = 24
+        self,
+        draft: Artifact,
+        accepted: Mapping[str, float] | float,
+        answers: str = "first",
+        prompts: int = PROMPT_COUNT,
     ) -> Artifact:
         values = accepted if isinstance(accepted, Mapping) else dict.fromkeys(["heldout", *self.evals], accepted)
         return self.publish_report(draft, values, answers, prompts)
@@ -70,5 +74,5 @@ class DecisionSite(ServiceSite):
         self.artifacts.obtain(of_eval_set(eval_set).features, target, identity, lambda out: built)
         return [answers, {"hf2": version}]
 
-    def make_walk(self, index: int, mean: float) -> PromptAcceptance:
-        return make_walk(f"s{index}", mean + (self.spread if index % 2 else -self.spread))
+    def make_walk(self, index: int, mean: float, weights: str) -> PromptAcceptance:
+        return make_walk(index, mean + (self.spread if index % 2 else -self.spread), weights)

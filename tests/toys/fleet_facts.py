@@ -12,7 +12,7 @@ calls nothing of the product and has two functions:
                     "eval_set": "heldout",
                     "reference": "same_prompts" | "both_drafts" | "former_figure" | "none",
                     "is_new": False,            # no draft was measured on it when the reference was put into service
-                    "paired": {"difference": -0.10, "low": -0.15, "high": -0.06, "prompts": 150} | None,
+                    "paired": {"difference": -0.10, "low": -0.15, "high": -0.06, "prompts": 150, "same": False} | None,
                                                 # draft in service now minus reference, on the prompts of both
                     "former": {"value": 1.9, "low": 1.8, "high": 2.0, "prompts": 150} | None,
                     "now": {"value": 1.7, "low": 1.6, "high": 1.8, "prompts": 200} | None,
@@ -38,7 +38,8 @@ calls nothing of the product and has two functions:
             ],
             "compared": {                       # every one of these drafts with the new draft, on the prompts of both
                 "d1": None,                     # they have none in common
-                "d3": {"difference": 0.02, "low": -0.01, "high": 0.05, "prompts": 150},     # new draft minus d3
+                "d3": {"difference": 0.02, "low": -0.01, "high": 0.05, "prompts": 150, "same": False},
+                                                # new draft minus d3; same: they are one draft
             },
         }
 
@@ -52,7 +53,7 @@ calls nothing of the product and has two functions:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
@@ -67,8 +68,9 @@ def describe_promotion(
     history: Iterable[InService],
     target_digest: str,
     compared: Mapping[str, PairedDifference | None],
+    same: Container[str] = (),
 ) -> dict[str, Any]:
-    """Return the facts of `oracle_promote`."""
+    """Return the facts of `oracle_promote`; `same` are the drafts that the new one is."""
     promotions: dict[str, dict[str, Any]] = {}
     for record in history:
         if record.draft.target_digest != target_digest:
@@ -85,7 +87,7 @@ def describe_promotion(
         "margin": margin,
         "least_prompts": least_prompts,
         "promotions": list(promotions.values()),
-        "compared": {name: describe_paired(found) for name, found in compared.items()},
+        "compared": {name: describe_paired(found, name in same) for name, found in compared.items()},
     }
 
 
@@ -98,13 +100,14 @@ def describe_loss(
     now: Mapping[str, Any] | None = None,
     is_new: bool = False,
     tuned: bool = False,
+    same: bool = False,
 ) -> dict[str, Any]:
     """Return the facts of one eval set for `oracle_decide`."""
     return {
         "eval_set": eval_set,
         "reference": reference,
         "is_new": is_new,
-        "paired": describe_paired(paired),
+        "paired": describe_paired(paired, same),
         "former": None if former is None else dict(former),
         "now": None if now is None else dict(now),
         "tuned": tuned,
@@ -119,11 +122,11 @@ def describe_decision(
     return {"margins": margins, "eval_sets": [dict(each) for each in eval_sets]}
 
 
-def describe_paired(found: PairedDifference | None) -> dict[str, Any] | None:
+def describe_paired(found: PairedDifference | None, same: bool = False) -> dict[str, Any] | None:
     if found is None:
         return None
     low, high = found.interval.low, found.interval.high
-    return {"difference": found.difference, "low": low, "high": high, "prompts": found.prompts}
+    return {"difference": found.difference, "low": low, "high": high, "prompts": found.prompts, "same": same}
 
 
 def describe_measurement(walk: Sequence[PromptAcceptance], resampling: Resampling) -> dict[str, Any]:

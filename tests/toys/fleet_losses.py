@@ -105,11 +105,11 @@ def _find_loss(service: ToyService, now: Report, name: str) -> Found:
             loss=Loss(-paired.difference, -paired.interval.high, -paired.interval.low),
             prompts=paired.prompts,
             reference_prompts=paired.prompts,
+            same_weights=old.draft == now.draft,
             **common,
         )
-        return Found(
-            evidence, describe_loss(name, kind, paired=paired, tuned=tuned), old.truths[name] - now.truths[name]
-        )
+        facts = describe_loss(name, kind, paired=paired, tuned=tuned, same=old.draft == now.draft)
+        return Found(evidence, facts, old.truths[name] - now.truths[name])
     assert before is not None
     if name not in before.data:
         reason = f"nothing was measured on it when draft {reference.digest} was put into service"

@@ -192,12 +192,14 @@ class ToyService:
         compared = {
             earlier: Compared(reason=f"draft {earlier} has no prompt of {name} in common")
             if found is None
-            else Compared(found, *self._means(report, earlier, name))
+            else Compared(found, *self._means(report, earlier, name), same_weights=earlier == draft.digest)
             for earlier, found in paired.items()
         }
         margins = Margins(settings.select_margin(name), settings.least_prompts)
         figures = judge_eval_set(name, ranked, compared, margins, was_measured(self.history, digest, name))
-        facts = describe_promotion(name, margins.margin, margins.least_prompts, self.history, digest, paired)
+        facts = describe_promotion(
+            name, margins.margin, margins.least_prompts, self.history, digest, paired, [draft.digest]
+        )
         return figures, facts
 
     def _compare_any(self, report: Report, earlier: str, name: str) -> PairedDifference | None:

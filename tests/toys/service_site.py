@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from draftworks.data.conversations import Scalar
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
@@ -32,7 +33,7 @@ from draftworks.storage.manifest import FileManifest
 from draftworks.targets.registry import Registry
 
 ACCURACY = EvalResult(30.0, 10.0, 40, {"acc_corrects": (8.0, 4.0), "acc_denoms": (10.0, 8.0)})
-PROMPT_COUNT = 24
+PROMPT_COUNT = 120
 SHAPE = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 
 
@@ -107,7 +108,7 @@ class ServiceSite:
 
         def build(out: Path) -> BuildResult:
             for name, mean in accepted.items():
-                walk = tuple(self.make_walk(index, mean) for index in range(prompts))
+                walk = tuple(self.make_walk(index, mean, draft.data_version) for index in range(prompts))
                 drafts = {"trained": DraftMeasurement(ACCURACY, walk=walk)}
                 report = Report(
                     draft.target,
@@ -153,8 +154,12 @@ class ServiceSite:
         """Versions of the answers and of their features, as a report's identity has them."""
         return [answers, "features"]
 
-    def make_walk(self, index: int, mean: float) -> PromptAcceptance:
-        return make_walk(f"s{index}", mean)
+    def make_walk(self, index: int, mean: float, weights: str) -> PromptAcceptance:
+        return make_walk(index, mean, weights)
+
+    def name_columns(self, index: int) -> dict[str, Scalar]:
+        """Columns of a prompt, by which it is sliced."""
+        return {}
 
     def promote(self, digest: str | None = None, **asked: Any) -> InService:
         service = self.open()
@@ -168,7 +173,12 @@ class ServiceSite:
 
     def _publish_answers(self, eval_set: str, target: str, answers: str, prompts: int) -> str:
         rows = [
-            TokenRow(f"s{index}", np.arange(5 + len(answers), dtype=np.int32), np.ones(5 + len(answers), bool))
+            TokenRow(
+                f"s{index}",
+                np.arange(5 + len(answers), dtype=np.int32),
+                np.ones(5 + len(answers), bool),
+                self.name_columns(index),
+            )
             for index in range(prompts)
         ]
 
@@ -179,8 +189,13 @@ class ServiceSite:
         return self.artifacts.obtain(of_eval_set(eval_set).responses, target, identity, build).data_version
 
 
-def make_walk(sample: str, mean: float) -> PromptAcceptance:
-    """A hundred passes that accept `mean` tokens on average; the same on every prompt, so that intervals have no width."""
-    total = round(mean * 100)
-    accepted = [total // 100 + (index < total % 100) for index in range(100)]
-    return PromptAcceptance.from_accepted_counts(sample, accepted, sum(accepted) + 100)
+def make_walk(index: int, mean: float, weights: str) -> PromptAcceptance:
+    """A hundred passes that accept `mean` tokens on average.
+
+    Of four prompts one accepts a token more and one a token less, which ones the weights decide: intervals have a width, and
+    are narrow.
+    """
+    shuffled = np.random.default_rng([index // 4, *weights.encode()]).permutation([1, -1, 0, 0])
+    total = max(round(mean * 100) + int(shuffled[index % 4]), 0)
+    accepted = [total // 100 + (place < total % 100) for place in range(100)]
+    return PromptAcceptance.from_accepted_counts(f"s{index}", accepted, sum(accepted) + 100)

@@ -23,7 +23,7 @@ from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.manifest import FileManifest
 
-PROMPTS_PER_LANGUAGE = 24
+PROMPTS_PER_LANGUAGE = 60
 TARGET = "small"
 
 

@@ -11,7 +11,15 @@ import numpy as np
 
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling, resample_means, select_measured
+from draftworks.evaluation.ladder.statistics import (
+    DEFAULT_RESAMPLING,
+    AcceptanceRatio,
+    Resampling,
+    compute_student_quantile,
+    find_interval,
+    select_measured,
+)
+from draftworks.evaluation.ladder.statistics.intervals import drop_rounding
 
 Verdict = Literal["passed", "refused", "undecided"]
 
@@ -53,6 +61,8 @@ class RelativeLoss:
             f"relative loss of the walk {self.loss:+.2%} ({self.low:+.2%} to {self.high:+.2%} at {self.confidence:.0%}) on "
             f"{self.prompts} prompts with {len(self.by_seed)} seeds, allowed {self.max_loss:.2%}"
         )
+        if self.low == self.high:
+            return f"{self.verdict}: {figures}: the same on every prompt, so nothing shows what it is on others"
         if self.more is None:
             return f"{self.verdict}: {figures}"
         prompts, seeds = ceil(self.prompts * self.more), ceil(len(self.by_seed) * self.more)
@@ -67,24 +77,11 @@ class RelativeLoss:
 
     def judge_by(self, max_loss: float) -> RelativeLoss:
         """Return the verdict of the same figures with another limit."""
-        if self.loss is None or self.high is None:
+        if self.loss is None or self.high is None or self.low == self.high:
             return replace(self, verdict="undecided", max_loss=max_loss, more=None)
         verdict: Verdict = "passed" if self.high <= max_loss else "refused" if self.loss >= max_loss else "undecided"
         more = ((self.high - self.loss) / (max_loss - self.loss)) ** 2 if verdict == "undecided" else None
         return replace(self, verdict=verdict, max_loss=max_loss, more=more)
-
-
-def compute_student_quantile(probability: float, freedom: float) -> float:
-    """Return the quantile of Student's t distribution with 1 or more degrees of freedom, to about 4 digits.
-
-    With x = sqrt(freedom) tan(angle) its density is that of cos(angle) to the power freedom - 1, which is bounded.
-    """
-    freedom = min(max(freedom, 1.0), 2000.0)
-    angles = np.linspace(-np.pi / 2, np.pi / 2, 40001)
-    density = np.cos(angles).clip(min=0.0) ** (freedom - 1)
-    cumulative = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    angle = float(np.interp(probability, cumulative / cumulative[-1], angles))
-    return sqrt(freedom) * float(np.tan(angle))
 
 
 def judge_relative_loss(
@@ -95,10 +92,11 @@ def judge_relative_loss(
     Passed: the upper bound is at most `max_loss`. Refused: the loss itself is above it, so that more data would not make it
     pass unless the loss is another. Undecided: the loss is not above it, and its upper bound is.
 
-    The variance is the sum of two: that of the prompts, by a bootstrap that draws the same prompts for all drafts; and that
-    of the seeds, the variance between their losses over their number, which has some of the prompts' in it too. The bounds
-    are Student's with the degrees of freedom of Welch and Satterthwaite, so that two seeds that disagree say little. With
-    one seed only the prompts' variance is known. Both shrink as 1 over the number, which is where `more` comes from.
+    The variance is the sum of two: that of the prompts, which are the same for all drafts; and that of the seeds, the
+    variance between their losses over their number, which has some of the prompts' in it too. The bounds are Student's with
+    the degrees of freedom of Welch and Satterthwaite, so that two seeds that disagree say little; they are nowhere narrower
+    than those of the prompts alone, see `find_interval`. With one seed only the prompts' variance is known. Both shrink as 1
+    over the number, which is where `more` comes from. Prompts that are all alike say nothing, and nothing is decided.
 
     Raises:
         DataError: no pair, or no prompt that was measured with all drafts.
@@ -109,28 +107,33 @@ def judge_relative_loss(
     shared = sorted(set.intersection(*(set(one) for both in measured for one in both)))
     if not shared:
         raise DataError("expected prompts that were measured with all drafts, found none: evaluate on one eval set")
-    drafts = [[one[name] for name in shared] for both in measured for one in both]
-    accepted = np.array([[prompt.accepted for prompt in draft] for draft in drafts], dtype=np.float64).sum(axis=1)
-    passes = np.array([[prompt.passes for prompt in draft] for draft in drafts], dtype=np.float64).sum(axis=1)
-    means = accepted / passes  # (2 seeds,), without and with in turns
-    if not bool((means[::2] > 0).all()):
+    ratios = [[AcceptanceRatio.of([one[name] for name in shared]) for one in both] for both in measured]
+    if not all(without.value > 0 for without, _ in ratios):
         return RelativeLoss("undecided", None, None, None, resampling.confidence, (), len(shared), max_loss)
-    by_seed = 1 - means[1::2] / means[::2]
+    by_seed = np.array([1 - changed.value / without.value for without, changed in ratios])
     loss = float(by_seed.mean())
-    resampled = resample_means(drafts, resampling)  # (2 seeds, resamples)
-    possible = (resampled[::2] > 0).all(axis=0)
-    drawn = (1 - resampled[1::2, possible] / resampled[::2, possible]).mean(axis=0)
-    between = float(by_seed.var(ddof=1)) / len(by_seed) if len(by_seed) > 1 else 0.0
-    of_prompts = float(drawn.var())
-    variance = of_prompts + between
-    freedom = of_prompts**2 / max(len(shared) - 1, 1) + between**2 / max(len(by_seed) - 1, 1)
-    width = (
-        compute_student_quantile((1 + resampling.confidence) / 2, variance**2 / freedom) * sqrt(variance)
-        if freedom
-        else 0.0
-    )
+    influences = np.mean([_find_influences(*both) for both in ratios], axis=0)
+    of_prompts = find_interval(loss, [influences], resampling)
+    width = _find_student_width(by_seed, influences, resampling.confidence)
+    low, high = min(of_prompts.low, loss - width), max(of_prompts.high, loss + width)
     seeds = tuple(by_seed.tolist())
-    found = RelativeLoss(
-        "undecided", loss, loss - width, loss + width, resampling.confidence, seeds, len(shared), max_loss
-    )
+    found = RelativeLoss("undecided", loss, low, high, resampling.confidence, seeds, len(shared), max_loss)
     return found.judge_by(max_loss)
+
+
+def _find_influences(without: AcceptanceRatio, changed: AcceptanceRatio) -> np.ndarray:
+    """Return the influences of the prompts on 1 - changed / without."""
+    kept = changed.value / without.value
+    return drop_rounding((kept * without.influences - changed.influences) / without.value, kept + 1)
+
+
+def _find_student_width(by_seed: np.ndarray, influences: np.ndarray, confidence: float) -> float:
+    """Return half the width of the interval that has the variance of prompts and of seeds; 0 where there is none."""
+    prompts, seeds = len(influences), len(by_seed)
+    between = float(by_seed.var(ddof=1)) / seeds if seeds > 1 else 0.0
+    of_prompts = float(influences.var(ddof=1)) / prompts if prompts > 1 else 0.0
+    freedom = of_prompts**2 / max(prompts - 1, 1) + between**2 / max(seeds - 1, 1)
+    if not freedom:
+        return 0.0
+    variance = of_prompts + between
+    return compute_student_quantile((1 + confidence) / 2, variance**2 / freedom) * sqrt(variance)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
-from draftworks.evaluation.ladder.statistics import PairedDifference, paired_difference
+from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
 from draftworks.evaluation.report.findings import WALK
-from draftworks.evaluation.report.walk_pairs import MeasuredWalk, pair_walks
+from draftworks.evaluation.report.walk_pairs import MeasuredWalk, WalkPair, pair_walks
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import ReportIdentity
 from draftworks.storage.words import format_count
@@ -84,6 +85,15 @@ def compare_with_replaced_draft(artifacts: ArtifactStore, asset: str, target: st
 
 
 @dataclass(frozen=True)
+class ComparedWalks:
+    """Two walks on the prompts of both, the eval data of the new one, and the settings of intervals."""
+
+    pair: WalkPair
+    tokens: TokenizedSet
+    resampling: Resampling
+
+
+@dataclass(frozen=True)
 class WalkComparison:
     """The walks of two reports on one eval set, on the prompts of both.
 
@@ -91,12 +101,14 @@ class WalkComparison:
         paired: accepted tokens per pass, the new draft's minus the old one's; None if they cannot be compared.
         new, old: accepted tokens per pass of each draft on these prompts.
         reason: why they cannot be compared.
+        walks: what was compared; None if they cannot be.
     """
 
     paired: PairedDifference | None = None
     new: float | None = None
     old: float | None = None
     reason: str = ""
+    walks: ComparedWalks | None = None
 
 
 def compare_reports(
@@ -126,7 +138,9 @@ def compare_reports(
     new_mean, old_mean = (
         micro_mean(prompt for prompt in one if prompt.sample_id in shared) for one in (pair.new, pair.old)
     )
-    return WalkComparison(paired_difference(pair.new, pair.old, resampling), new_mean, old_mean)
+    assert measured.tokens is not None, "of a report in a store"
+    walks = ComparedWalks(pair, measured.tokens, resampling)
+    return WalkComparison(paired_difference(pair.new, pair.old, resampling), new_mean, old_mean, walks=walks)
 
 
 def find_previous_report(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:

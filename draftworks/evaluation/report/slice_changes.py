@@ -10,13 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from draftworks.data.slice_columns import SLICE_COLUMNS
 from draftworks.data.slice_weights import DEFAULT_MAX_WEIGHT, SlicePlan, SliceWeight, compute_weight
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
-from draftworks.evaluation.ladder.statistics import Interval, Resampling, resample_means
+from draftworks.evaluation.ladder.statistics import (
+    Interval,
+    Resampling,
+    Tested,
+    adjust_by_holm,
+    examine_paired,
+    examine_unpaired,
+)
 
 LEAST_PROMPTS = 20
 RESAMPLES_PER_SLICE = 40
@@ -161,35 +166,10 @@ def plan_weights(changes: Iterable[SliceChange], about: SlicePlan, max_weight: f
     return replace(about, max_weight=max_weight, weights=tuple(weights))
 
 
-def adjust_by_holm(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's step-down adjustment of p-values, in their order (Holm 1979)."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
-
-
-class _Test(NamedTuple):
-    interval: Interval
-    p_value: float
-
-
-def _test(pair: _Pair, resampling: Resampling) -> _Test:
-    """Return the interval of new - old and its two-sided bootstrap p-value."""
-    if pair.compared == "paired":
-        before, after = resample_means([pair.old, pair.new], resampling)
-    else:
-        seeds = np.random.SeedSequence(resampling.seed).generate_state(2).tolist()
-        [before] = resample_means([pair.old], replace(resampling, seed=seeds[0]))
-        [after] = resample_means([pair.new], replace(resampling, seed=seeds[1]))
-    drawn = after - before
-    edge = (1 - resampling.confidence) / 2
-    low, high = np.quantile(drawn, [edge, 1 - edge])
-    tail = min(int((drawn >= 0).sum()), int((drawn <= 0).sum()))
-    p_value = min(1.0, 2 * (tail + 1) / (len(drawn) + 1))
-    return _Test(Interval(float(low), float(high), resampling.confidence), p_value)
+def _test(pair: _Pair, resampling: Resampling) -> Tested:
+    """Return the interval of new - old and its two-sided p-value."""
+    examine = examine_paired if pair.compared == "paired" else examine_unpaired
+    return examine(pair.new, pair.old, resampling)
 
 
 def _list_slices(new: MeasuredPrompts, old: MeasuredPrompts, columns: Sequence[str]) -> list[tuple[str, str]]:

@@ -174,7 +174,7 @@ def test_draft_that_is_worse_than_another_is_shown_to_be() -> None:
     report: Report = full_report()
     trained, untrained = report.drafts["trained"], report.drafts["untrained"]
     drafts = {"trained": replace(trained, walk=untrained.walk), "untrained": replace(untrained, walk=trained.walk)}
-    assert "-1.42 (-2.00 to" in render_report(replace(report, drafts=drafts))
+    assert "-1.42 (-3.06 to +0.23) against untrained" in render_report(replace(report, drafts=drafts))
 
 
 def test_acceptance_rates_say_over_which_positions_they_are_and_that_losses_do_not_compare() -> None:

@@ -64,8 +64,10 @@ def test_slices_by_hand() -> None:
     ]
     assert table["micro"].tolist() == pytest.approx([2 / 3, 7 / 3, 2, 5 / 4])
     assert table["macro"].tolist() == pytest.approx([2 / 3, 5 / 2, 2, (2 / 3 + 3) / 2])
-    assert table["low"].tolist() == pytest.approx([2 / 3, 2, 2, 2 / 3])
-    assert table["high"].tolist() == pytest.approx([2 / 3, 3, 2, 3])
+    # One prompt has no width; two have influences of 4/9 and 7/8, and Student's t is 12.706.
+    assert table["low"].tolist() == pytest.approx([2 / 3, 0, 2, 0])
+    high = [2 / 3, 7 / 3 + 12.706 * 4 / 9, 2, 5 / 4 + 12.706 * 7 / 8]
+    assert table["high"].tolist() == pytest.approx(high, rel=1e-3)
 
 
 def test_slice_has_the_numbers_of_its_own_summary() -> None:

@@ -1,7 +1,7 @@
-"""Bootstrap intervals of acceptance, the paired comparison of two drafts, the summary of one.
+"""Intervals of acceptance, the paired comparison of two drafts, the summary of one.
 
-Prompts are resampled, not passes: passes of one prompt resemble each other, so resampling passes would make the
-interval far too narrow.
+The observations are prompts, not passes: passes of one prompt resemble each other, so that intervals over passes would be
+far too narrow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from draftworks.errors import ConfigError, DataError
+from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import (
     PromptAcceptance,
     macro_mean,
@@ -20,35 +20,8 @@ from draftworks.evaluation.ladder.prompt_acceptance import (
     ratio,
     sum_histograms,
 )
-
-MAX_DRAWS = 2**20  # held at once: 8 MiB each for the drawn indices and for the values at them
-
-
-@dataclass(frozen=True)
-class Resampling:
-    """Settings of a bootstrap: confidence level, number of resamples, seed."""
-
-    confidence: float = 0.95
-    resamples: int = 2000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.confidence < 1:
-            raise ConfigError(f"confidence: expected a level between 0 and 1 such as 0.95, found {self.confidence}")
-        if self.resamples < 1:
-            raise ConfigError(f"resamples: expected 1 or more, found {self.resamples}")
-
-
-DEFAULT_RESAMPLING = Resampling()
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Confidence interval at the level `confidence`."""
-
-    low: float
-    high: float
-    confidence: float
+from draftworks.evaluation.ladder.statistics.intervals import Tested, drop_rounding, examine_difference, find_interval
+from draftworks.evaluation.ladder.statistics.resampling import DEFAULT_RESAMPLING, Interval, Resampling
 
 
 @dataclass(frozen=True)
@@ -99,11 +72,10 @@ class AcceptanceSummary:
 def bootstrap_interval(
     prompts: Iterable[PromptAcceptance], resampling: Resampling = DEFAULT_RESAMPLING
 ) -> Interval | None:
-    """Return the percentile bootstrap interval of accepted tokens per pass, over prompts.
+    """Return the interval of accepted tokens per pass, over prompts; see `find_interval`. It does not end below 0.
 
-    See Efron 1979; Efron & Tibshirani 1993, chapter 13.
-
-    It does not depend on the order of the prompts. Over one prompt its width is 0, which does not mean certainty.
+    It does not depend on the order of the prompts. Over one prompt, or prompts that are all alike, its width is 0, which
+    does not mean certainty.
 
     Returns:
         None without a pass.
@@ -111,8 +83,9 @@ def bootstrap_interval(
     measured = list(select_measured(prompts).values())
     if not measured:
         return None
-    [resampled] = resample_means([measured], resampling)
-    return _percentiles(resampled, resampling.confidence)
+    found = AcceptanceRatio.of(measured)
+    interval = find_interval(found.value, [found.influences], resampling)
+    return replace(interval, low=max(interval.low, 0.0))
 
 
 def paired_difference(
@@ -120,7 +93,7 @@ def paired_difference(
     b: Iterable[PromptAcceptance],
     resampling: Resampling = DEFAULT_RESAMPLING,
 ) -> PairedDifference:
-    """Compare the accepted tokens per pass of drafts a and b on the prompts of both, which are resampled together.
+    """Compare the accepted tokens per pass of drafts a and b on the prompts of both.
 
     Prompts that are easy for both drafts cancel out, so the interval is narrower than those of the two drafts.
 
@@ -134,14 +107,9 @@ def paired_difference(
             f"two drafts to compare: expected prompts measured with both, found none among {len(of_a)} and {len(of_b)}:"
             " evaluate both on the same eval set"
         )
-    pairs = [[draft[sample_id] for sample_id in shared] for draft in (of_a, of_b)]
-    resampled_a, resampled_b = resample_means(pairs, resampling)
-    interval = _percentiles(resampled_a - resampled_b, resampling.confidence)
-    mean_a, mean_b = map(micro_mean, pairs)
-    assert mean_a is not None, "a measured prompt has a pass"
-    assert mean_b is not None
-    difference = mean_a - mean_b
-    return PairedDifference(difference, interval, len(shared), len(of_a) - len(shared), len(of_b) - len(shared))
+    found = subtract_paired(*([draft[sample_id] for sample_id in shared] for draft in (of_a, of_b)))
+    interval = find_interval(found.value, [found.influences], resampling)
+    return PairedDifference(found.value, interval, len(shared), len(of_a) - len(shared), len(of_b) - len(shared))
 
 
 def unpaired_difference(
@@ -151,17 +119,60 @@ def unpaired_difference(
 ) -> Interval | None:
     """Return the interval of the difference in accepted tokens per pass of drafts a and b on different prompts.
 
-    The prompts of each are resampled by themselves, so the interval is wider than a paired one, and says nothing of how
-    much of the difference is that of the prompts. None if one of the drafts has no pass.
+    The prompts of each are samples of their own, so the interval is wider than a paired one, and says nothing of how much
+    of the difference is that of the prompts. None if one of the drafts has no pass.
     """
-    drafts = [list(select_measured(one).values()) for one in (a, b)]
-    if not all(drafts):
-        return None
-    streams = np.random.SeedSequence(resampling.seed).generate_state(2)
-    [of_a], [of_b] = (
-        resample_means([prompts], replace(resampling, seed=int(seed))) for prompts, seed in zip(drafts, streams)
+    of_a, of_b = (list(select_measured(one).values()) for one in (a, b))
+    return examine_unpaired(of_a, of_b, resampling).interval if of_a and of_b else None
+
+
+def examine_paired(
+    a: Sequence[PromptAcceptance], b: Sequence[PromptAcceptance], resampling: Resampling = DEFAULT_RESAMPLING
+) -> Tested:
+    """Return interval and p-value of the difference of a minus b: the same prompts with a pass, in the same order."""
+    found = subtract_paired(a, b)
+    return examine_difference(found.value, [found.influences], resampling)
+
+
+def examine_unpaired(
+    a: Sequence[PromptAcceptance], b: Sequence[PromptAcceptance], resampling: Resampling = DEFAULT_RESAMPLING
+) -> Tested:
+    """Return interval and p-value of the difference of a minus b, on prompts of their own, each with a pass."""
+    of_a, of_b = AcceptanceRatio.of(a), AcceptanceRatio.of(b)
+    return examine_difference(of_a.value - of_b.value, [of_a.influences, -of_b.influences], resampling)
+
+
+@dataclass(frozen=True)
+class AcceptanceRatio:
+    """Accepted tokens per pass, or a difference of two, with the influence of each prompt on it, (prompts,).
+
+    The prompt's influence on the ratio of sums A / P is (a - A / P p) over the mean of p.
+    """
+
+    value: float
+    influences: np.ndarray
+
+    @classmethod
+    def of(cls, prompts: Sequence[PromptAcceptance]) -> AcceptanceRatio:
+        """Return the ratio over prompts with a pass, of which there is at least one."""
+        return cls.of_counts(
+            np.array([prompt.accepted for prompt in prompts], dtype=np.float64),
+            np.array([prompt.passes for prompt in prompts], dtype=np.float64),
+        )
+
+    @classmethod
+    def of_counts(cls, accepted: np.ndarray, passes: np.ndarray) -> AcceptanceRatio:
+        """Return the ratio of the sums of counts, (observations,) each."""
+        value = float(accepted.sum() / passes.sum())
+        return cls(value, drop_rounding((accepted - value * passes) / passes.mean(), value + 1))
+
+
+def subtract_paired(a: Sequence[PromptAcceptance], b: Sequence[PromptAcceptance]) -> AcceptanceRatio:
+    """Return a minus b over the same prompts in the same order. Prompts that are easy for both cancel out."""
+    of_a, of_b = AcceptanceRatio.of(a), AcceptanceRatio.of(b)
+    return AcceptanceRatio(
+        of_a.value - of_b.value, drop_rounding(of_a.influences - of_b.influences, of_a.value + of_b.value + 1)
     )
-    return _percentiles(of_a - of_b, resampling.confidence)
 
 
 def summarize_acceptance(
@@ -187,29 +198,10 @@ def summarize_acceptance(
 
 
 def select_measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcceptance]:
-    """Return the prompts with a pass by sample id, sorted by it: draws must not depend on the order of the ranks."""
+    """Return the prompts with a pass by sample id, sorted by it."""
     by_id: dict[str, PromptAcceptance] = {}
     for prompt in sorted(prompts, key=lambda prompt: prompt.sample_id):
         if prompt.sample_id in by_id:
             raise DataError(f"sample {prompt.sample_id}: expected once among the evaluated prompts, found twice")
         by_id[prompt.sample_id] = prompt
     return {sample_id: prompt for sample_id, prompt in by_id.items() if prompt.passes}
-
-
-def resample_means(drafts: Sequence[Sequence[PromptAcceptance]], resampling: Resampling) -> np.ndarray:
-    """Return accepted tokens per pass on resamples of the prompts, the same for every draft, (drafts, resamples)."""
-    accepted = np.array([[prompt.accepted for prompt in prompts] for prompts in drafts], dtype=np.float64)
-    passes = np.array([[prompt.passes for prompt in prompts] for prompts in drafts], dtype=np.float64)
-    prompts = accepted.shape[1]
-    rng = np.random.default_rng(resampling.seed)
-    at_once = max(1, MAX_DRAWS // prompts)
-    chunks = []
-    for start in range(0, resampling.resamples, at_once):
-        drawn = rng.integers(prompts, size=(min(at_once, resampling.resamples - start), prompts))
-        chunks.append([a[drawn].sum(1) / p[drawn].sum(1) for a, p in zip(accepted, passes)])
-    return np.concatenate(chunks, axis=1)
-
-
-def _percentiles(resampled: np.ndarray, confidence: float) -> Interval:
-    low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(low), float(high), confidence)
