@@ -13,6 +13,7 @@ from draftworks.config.run_files import EvaluateRun
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
 from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, run_on_every_rank
+from draftworks.evaluation.acceptance_length import NAME, format_length
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.differences import AnswerTrace
 from draftworks.evaluation.ladder.loop import DecodingLoop, get_loop_revision
@@ -123,8 +124,8 @@ class Rung4:
 
 def _format_measurement(loop: LoopMeasurement, cached: bool) -> str:
     text = (
-        f"{micro_mean(loop.prompts) or 0:.3f} accepted tokens per pass in the real loop at temperature "
-        f"{loop.temperature:g} (rung 4), {loop.speed_up:.2f} times the speed of plain decoding"
+        f"{NAME} {format_length(micro_mean(loop.prompts) or 0.0, 3)} in the real loop at temperature {loop.temperature:g} "
+        f"(rung 4)"
     )
     if not cached or loop.timing_context is None:
         return text
