@@ -24,6 +24,8 @@ from typing import Annotated
 import typer
 from figures import Aim, format_table, print_aims, summarize
 
+from draftworks.evaluation.acceptance_length import SYMBOL, format_interval, format_length
+
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "from draftworks.programs.cli import app; app()"
 DRAFTS = ("eagle3", "dflash")
@@ -36,7 +38,7 @@ class Turn:
 
     Attributes:
         wall_s, cpu_s: seconds, and seconds of processor time of all its processes.
-        walks: of each draft what the walk (rung 3) accepts, with its 95% interval.
+        walks: acceptance length of each draft's walk (rung 3), with its 95% interval.
     """
 
     wall_s: float
@@ -60,7 +62,11 @@ def main(
         (name, summarize([one.wall_s for one in found]), summarize([one.cpu_s for one in found]), *found[-1].walks)
         for name, found in turns.items()
     ]
-    print(format_table(("checkout", "seconds", "of processor time", *(f"walk of {each}" for each in DRAFTS)), rows))
+    print(
+        format_table(
+            ("checkout", "seconds", "of processor time", *(f"{SYMBOL}, walk of {each}" for each in DRAFTS)), rows
+        )
+    )
     print_aims(
         [
             Aim(
@@ -109,11 +115,11 @@ def choose_left_out(folder: str, names: list[str]) -> set[str]:
 
 
 def read_walk(var: Path, draft: str) -> str:
-    """Return what the walk accepted of a draft, such as `1.09 (1.00 to 1.20)`."""
+    """Return the acceptance length of a draft's walk, such as `2.09 (2.00 to 2.20)`."""
     (report,) = (var / f"{draft}_report" / "tiny").glob("*/heldout/report.json")
     rungs = json.loads(report.read_text())["drafts"]["trained"]["rungs"]
     walk = next(each["acceptance"] for each in rungs if each["rung"] == 3)
-    return f"{walk['micro']:.3f} ({walk['low']:.3f} to {walk['high']:.3f})"
+    return f"{format_length(walk['micro'], 3)} ({format_interval(walk['low'], walk['high'], 3)})"
 
 
 def _count_processor_time() -> float:

@@ -21,7 +21,7 @@ from dagster._core.instance.ref import InstanceRef
 
 from draftworks.errors import DraftworksError
 from draftworks.preflight.installation.probes import Line
-from draftworks.storage.words import format_count
+from draftworks.storage.words import format_count, list_names
 from draftworks.targets.registry import Registry
 from jobs.instance_problems import describe_instance_problem
 from resources.dead_runs import TAG
@@ -152,7 +152,7 @@ def report_dead_runs(instance: dg.DagsterInstance) -> Iterator[Line]:
             dead.append(run.run_id)
     if dead:
         todo = "the next run, or pool_slot_sensor, marks them as failed and frees their pool slots"
-        yield Line(AREA, "warning", f"runs whose process is gone: {', '.join(dead[:5])}", todo)
+        yield Line(AREA, "warning", f"runs whose process is gone: {list_names(dead)}", todo)
 
 
 def report_claims(registry: Registry) -> Iterator[Line]:
@@ -166,7 +166,7 @@ def report_claims(registry: Registry) -> Iterator[Line]:
     stale = [path for path, claim in claims.items() if claim is not None and claim.owner.is_dead()]
     if stale:
         todo = "run the same job again: it waits for the scheduler's job; orphan_sensor ends those nobody waits for"
-        names = ", ".join(str(path.relative_to(var)) for path in sorted(stale)[:5])
+        names = list_names(path.relative_to(var) for path in sorted(stale))
         yield Line("leftovers", "warning", f"claims of jobs whose run is gone: {names}", todo)
 
 

@@ -9,6 +9,7 @@ import dagster as dg
 from draftworks.errors import DraftworksError
 from draftworks.fleet.staleness import Subject, find_published_drafts
 from draftworks.storage.asset_names import CONVERSATIONS, of_eval_set
+from draftworks.storage.words import list_names
 from draftworks.targets.registry import HELDOUT
 from draftworks.targets.training_data import identify_eval_data
 from resources.workspace import Workspace
@@ -116,12 +117,8 @@ def explain_skip(after: dict[str, CursorEntry], busy: set[str]) -> str:
     reasons = ["no report is outdated"]
     if failed:
         reasons.append(
-            f"evaluated once without a new report, and not again before another change: {_format_names(failed)}"
+            f"evaluated once without a new report, and not again before another change: {list_names(failed, 10)}"
         )
     if waiting:
-        reasons.append(f"checked again when their runs have ended: {_format_names(waiting)}")
+        reasons.append(f"checked again when their runs have ended: {list_names(waiting, 10)}")
     return "; ".join(reasons)
-
-
-def _format_names(names: list[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -10,7 +10,7 @@ import dagster as dg
 from draftworks.errors import DraftworksError
 from draftworks.fleet.staleness import find_published_drafts
 from draftworks.storage.identity import digest
-from draftworks.storage.words import format_count
+from draftworks.storage.words import format_count, list_names
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from sensors.running_targets import describe_run, find_runs_under_way
@@ -82,7 +82,7 @@ def make_evaluation_schedule(
         cron_schedule=cadence.cron,
         execution_timezone=cadence.timezone,
         default_status=status,
-        description=f"Evaluates {format_count(len(targets), 'target')} again: {', '.join(targets[:10])}{' ...' if targets[10:] else ''}",
+        description=f"Evaluates {format_count(len(targets), 'target')} again: {list_names(targets, 10)}",
     )
     def evaluate_again(
         context: dg.ScheduleEvaluationContext, workspace: Workspace

@@ -22,7 +22,12 @@ from spec_assets import data, features, inputs
 from spec_assets.console import console
 from spec_assets.decisions import list_decided_strategies, make_decision_asset, make_decision_jobs
 from spec_assets.drafts import make_draft_asset, make_draft_check
-from spec_assets.evals import make_eval_features_asset, make_eval_features_check, make_eval_set_assets
+from spec_assets.evals import (
+    make_eval_answers_check,
+    make_eval_features_asset,
+    make_eval_features_check,
+    make_eval_set_assets,
+)
 from spec_assets.executor import make_executor
 from spec_assets.exports import make_export_asset, make_export_checks
 from spec_assets.fp8_gate import fp8_gate
@@ -81,6 +86,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
         *map(make_observed_asset, observed),
     ]
     checks = [
+        *map(make_eval_answers_check, evals),
         *map(make_eval_features_check, [HELDOUT, *evals]),
         *map(make_draft_check, strategies),
         *map(make_report_checks, strategies),

@@ -11,6 +11,7 @@ from draftworks.config.registry_files import ResponseSpec, TargetSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import resolve_draft_vocab_size
+from draftworks.preflight.vocabulary import describe_coverage, is_low
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import (
     CONVERSATIONS,
@@ -142,22 +143,27 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
     return report_result(context, artifact, metadata, [check_supervised_share(artifact, TOKENIZED_TRAIN, spec)])
 
 
-@asset(group=GROUP, kinds=["safetensors"], deps=[TARGET_MODEL, RECIPE, TOKENIZED_TRAIN], optional=True)
+@asset(
+    group=GROUP, kinds=["safetensors"], deps=[TARGET_MODEL, RECIPE, TOKENIZED_TRAIN, HELDOUT_RESPONSES], optional=True
+)
 def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
-    """The tokens a draft can say: the most frequent supervised ones, and the way back to the target's ids."""
+    """The tokens a draft can say: the most frequent supervised ones, and the way back to the target's ids. It says what share
+    of the held-out labels they are: no draft is right more often."""
     spec = require_target(context, workspace)
     size = resolve_draft_vocab_size(spec)
     assert size is not None
     tokens = workspace.artifacts.load_current(TOKENIZED_TRAIN, spec.name)
+    heldout = workspace.artifacts.load_current(HELDOUT_RESPONSES, spec.name)
     files = workspace.resolve_target_files(spec.name)
 
     def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import map_vocabulary
 
-        return _to_build_result(map_vocabulary(tokens.path, files, size, out))
+        return _to_build_result(map_vocabulary(tokens.path, files, size, out, heldout.path / TOKENS_FOLDER))
 
     identity = {"tokens": tokens.data_version, "draft_vocab_size": size, "vocab_size": files.vocab_size}
-    artifact = obtain_result(context, workspace, identity, build)
+    artifact = obtain_result(context, workspace, {**identity, "heldout": heldout.data_version}, build)
+    (context.log.warning if is_low(artifact) else context.log.info)(describe_coverage(artifact))
     return report_result(context, artifact, select_figures(artifact))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from draftworks.config.strategies import StrategySpec
+from draftworks.evaluation.acceptance_length import SYMBOL, format_length
 from draftworks.storage.asset_names import DATASET, RECIPE, TARGET_MODEL, of_eval_set, of_strategy
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import HELDOUT, Registry
@@ -113,14 +114,24 @@ def describe_metadata(decision: "Decision") -> dict[str, Any]:
     return metadata
 
 
-FIGURE_COLUMNS = ("eval set", "choice", "now", "reference", "loss", "interval", "prompts", "compared with", "draft")
+FIGURE_COLUMNS = (
+    "eval set",
+    "choice",
+    f"{SYMBOL} now",
+    f"{SYMBOL} reference",
+    "loss",
+    "interval",
+    "prompts",
+    "compared with",
+    "draft",
+)
 
 
 def _format_row(one: "EvalLoss") -> tuple[object, ...]:
     from draftworks.decision.deciding import REFERENCES
 
     interval = "" if one.low is None or one.high is None else f"{one.low:+.3f} to {one.high:+.3f}"
-    value, reference = ("" if each is None else f"{each:.3f}" for each in (one.value, one.reference_value))
+    value, reference = (format_length(each, 3, none="") for each in (one.value, one.reference_value))
     loss = "" if one.loss is None else f"{one.loss:+.3f}"
     compared = REFERENCES[one.reference]
     return (

@@ -69,15 +69,12 @@ class DraftInputs:
     start_from: Path | None
 
     def to_identity(self, strategy: StrategySpec) -> DraftIdentity:
+        options = strategy.parse_options(self.options, where=f"options of {strategy.name}")
         return DraftIdentity(
             strategy=strategy.name,
-            options=strategy.identify_options(
-                strategy.parse_options(self.options, where=f"options of {strategy.name}"),
-                self.files.hidden_size,
-                self.files.num_heads,
-            ),
+            options=strategy.identify_options(options, self.files.hidden_size, self.files.num_heads),
             start_from=None if self.start_from is None else read_draft_config(self.start_from).weights_digest,
-            training=self.training.to_identity(),
+            training=self.training.to_identity(strategy.batch_means(options)),
             target=self.files.digest,
             tokens=self.train_tokens.data_version,
             features=digest(self.feature_versions),

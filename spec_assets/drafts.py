@@ -9,7 +9,7 @@ import dagster as dg
 from draftworks.config.run_files import CHECKPOINTS_FOLDER
 from draftworks.config.strategies import StrategySpec
 from draftworks.evaluation.report.sampled import describe_rates
-from draftworks.evaluation.strategy_metrics import format_rates_by_position, select_strategy_metrics
+from draftworks.evaluation.strategy_metrics import describe_strategy_metrics, format_rates_by_position
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import (
     HELDOUT_FEATURES,
@@ -121,7 +121,7 @@ def describe_draft(artifact: Artifact) -> dict[str, Any]:
         "peak_memory": format_bytes(summary["peak_rss_bytes"]),
         **select_acceptance(summary["heldout"]),
         **format_rates_by_position(summary["heldout"]),
-        **select_strategy_metrics(summary["heldout"]),
+        **describe_strategy_metrics(summary["heldout"]),
         **({"acceptance_rule": rates} if rates else {}),
         **describe_stream(summary),
         **describe_left_out(summary),

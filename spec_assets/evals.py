@@ -26,7 +26,15 @@ from resources.job_claims import CLAIM
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, read_partition, report_check, report_result, require_target
-from spec_assets.data import Conversations, answer_conversations, check_supervised_share, choose_greedy_settings
+from spec_assets.data import (
+    FINISHED,
+    FINISHED_MEANS,
+    Conversations,
+    answer_conversations,
+    check_answers_finished,
+    check_supervised_share,
+    choose_greedy_settings,
+)
 from spec_assets.features import (
     VERIFIED,
     VERIFIED_MEANS,
@@ -103,6 +111,19 @@ def _make_responses_asset(name: str) -> dg.AssetsDefinition:
         return report_result(context, artifact, {**select_figures(artifact), **describe_rejections(artifact)})
 
     return responses
+
+
+def make_eval_answers_check(name: str) -> dg.AssetChecksDefinition:
+    """Return the check `answers_finished` of a named eval set, a warning unless the target makes it a gate."""
+    asset_name = of_eval_set(name).responses
+
+    @dg.asset_check(asset=asset_name, name=FINISHED, blocking=True, description=FINISHED_MEANS)
+    def answers_finished(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
+        target = workspace.registry.load_target(read_partition(context))
+        made = workspace.artifacts.load_current(asset_name, target.name)
+        return report_check(context, check_answers_finished(made, asset_name, target))
+
+    return answers_finished
 
 
 def make_eval_features_asset(name: str) -> dg.AssetsDefinition:

@@ -102,7 +102,7 @@ def identify_export(
         weights=draft.data_version,
         target=[files.digest, files.model, files.revision],
         settings=settings.model_dump(),
-        formats=[spec.name for spec in strategy.exports],
+        formats=[spec.identity for spec in strategy.exports],
         card=None if card is None else file_digest(card),
     )
 

@@ -13,6 +13,7 @@ import dagster as dg
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
+from draftworks.evaluation.acceptance_length import NAME, count_own_token, format_length
 from draftworks.storage.asset_names import of_strategy
 from resources.workspace import Workspace
 from spec_assets.common import report_check
@@ -82,8 +83,8 @@ def judge_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetC
     return dg.AssetCheckResult(
         passed=bool(trained > drafts[best]),
         severity=dg.AssetCheckSeverity.WARN,
-        description=f"{trained:.3f} accepted tokens per pass (simulated), {best}: {drafts[best]:.3f}",
-        metadata=found,
+        description=f"{NAME} {format_length(trained, 3)} (simulated), {best}: {format_length(drafts[best], 3)}",
+        metadata={f"acceptance_length_{name}": count_own_token(accepted) for name, accepted in found.items()},
     )
 
 

@@ -51,8 +51,10 @@ def describe_left_out(summary: Mapping[str, Any]) -> dict[str, Any]:
     left_out = summary.get(LEFT_OUT, {})
     if not left_out:
         return {}
-    rows = list(left_out.items())[:KEPT_REASONS]
-    return {"failed_samples": len(left_out), LEFT_OUT: format_table(("sample", "reason"), rows)}
+    return {
+        "failed_samples": len(left_out),
+        LEFT_OUT: format_table(("sample", "reason"), left_out.items(), KEPT_REASONS),
+    }
 
 
 def _correct_plan(workspace: Workspace, planned: Artifact, left_out: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import dagster as dg
 
+from draftworks.evaluation.acceptance_length import count_own_token
 from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.sampled import list_sampled_acceptance
 from draftworks.storage.artifacts import Artifact
@@ -58,9 +59,10 @@ def select_figures(artifact: Artifact) -> dict[str, Any]:
 
 
 def select_acceptance(metrics: Mapping[str, Any], suffix: str = "") -> dict[str, float]:
-    """Return accepted draft tokens per pass for each rung that was measured; Dagster plots such floats over time."""
-    rungs = {"simulated_acc_len": SIMULATED, "walk_acc_len": WALK, "loop_acc_len": LOOP}
-    return {f"{name}{suffix}": metrics[key] for name, key in rungs.items() if metrics.get(key) is not None}
+    """Return the acceptance length of each rung that was measured; Dagster plots such floats over time."""
+    rungs = {"simulated": SIMULATED, "walk": WALK, "loop": LOOP}
+    measured = {name: metrics[key] for name, key in rungs.items() if metrics.get(key) is not None}
+    return {f"{name}_acceptance_length{suffix}": count_own_token(value) for name, value in measured.items()}
 
 
 def tabulate_sampled(strategy: str, metrics: Mapping[str, Any], suffix: str = "") -> dict[str, Any]:
@@ -91,8 +93,8 @@ def describe_rejections(artifact: Artifact) -> dict[str, Any]:
             first.setdefault(entry["reason"], entry)
     if not counts:
         return {}
-    rows = [(reason, count, *_format_case(first[reason])) for reason, count in counts.most_common(MOST_REASONS)]
-    return {"rejected_because": format_table(("reason", "count", "first", "it begins"), rows)}
+    rows = [(reason, count, *_format_case(first[reason])) for reason, count in counts.most_common()]
+    return {"rejected_because": format_table(("reason", "count", "first", "it begins"), rows, MOST_REASONS)}
 
 
 def describe_lineage(artifact: Artifact) -> dict[str, Any]:
@@ -115,9 +117,14 @@ def _format_case(entry: Mapping[str, Any]) -> tuple[str, str]:
     return where, entry.get("excerpt", "")
 
 
-def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> dg.MarkdownMetadataValue:
-    """Return a Markdown table."""
-    return dg.MetadataValue.md(render_table([dict(zip(columns, row)) for row in rows], columns))
+def format_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], most: int | None = None
+) -> dg.MarkdownMetadataValue:
+    """Return a Markdown table of at most so many rows, which says how many more there are."""
+    known = list(rows)
+    table = render_table([dict(zip(columns, row)) for row in known[:most]], columns)
+    more = 0 if most is None else len(known) - most
+    return dg.MetadataValue.md(f"{table}\n\nand {more:,} more" if more > 0 else table)
 
 
 def embed_picture(path: Path, title: str) -> dg.MarkdownMetadataValue:

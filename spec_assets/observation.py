@@ -7,6 +7,7 @@ import dagster as dg
 
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError, EngineError
+from draftworks.evaluation.acceptance_length import NAME
 from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import Registry
@@ -70,7 +71,7 @@ def describe_servers(target: str, standings: Any) -> dict[str, Any]:
     metadata: dict[str, Any] = {"servers": dg.MetadataValue.md(render_markdown(standings)), **select_figures(standings)}
     picture = plot_series(standings, target)
     if picture is not None:
-        metadata["series"] = embed_png(picture, "accepted per pass")
+        metadata["series"] = embed_png(picture, NAME)
     return metadata
 
 

@@ -7,6 +7,7 @@ import dagster as dg
 
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.evaluation.acceptance_length import SYMBOL, format_change, format_length
 from draftworks.service.record import EvalFigures, InService
 from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
 from draftworks.storage.identity import digest
@@ -225,8 +226,8 @@ def describe_service(service: "Service", record: InService) -> dict[str, Any]:
 FIGURE_COLUMNS = (
     "eval set",
     "verdict",
-    "promoted, or canary",
-    "compared with",
+    f"{SYMBOL} promoted, or canary",
+    f"{SYMBOL} compared with",
     "difference",
     "interval",
     "margin",
@@ -237,6 +238,7 @@ FIGURE_COLUMNS = (
 
 def _format_row(one: EvalFigures) -> tuple[object, ...]:
     interval = "" if one.low is None or one.high is None else f"{one.low:+.3f} to {one.high:+.3f}"
-    numbers = ("" if each is None else f"{each:.3f}" for each in (one.value, one.reference_value, one.difference))
-    lost = ", ".join(f"{each.column} {each.value} {each.difference:+.3f}" for each in one.slices)
-    return (one.eval_set, one.verdict, *numbers, interval, f"{one.margin:g}", one.reference or "", lost)
+    lengths = (format_length(each, 3, none="") for each in (one.value, one.reference_value))
+    difference = "" if one.difference is None else format_change(one.difference)
+    lost = ", ".join(f"{each.column} {each.value} {format_change(each.difference)}" for each in one.slices)
+    return (one.eval_set, one.verdict, *lengths, difference, interval, f"{one.margin:g}", one.reference or "", lost)

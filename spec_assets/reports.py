@@ -14,6 +14,7 @@ from draftworks.config.responses import AnswersSampling
 from draftworks.config.run_files import VOCAB_FILE, EvaluateRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
+from draftworks.evaluation.acceptance_length import count_own_token
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
@@ -232,12 +233,15 @@ def describe_report(artifact: Artifact, strategy: str) -> dict:
         metadata |= select_acceptance(report["drafts"]["trained"], suffix)
         metadata |= tabulate_sampled(strategy, report["drafts"]["trained"], suffix)
         for way in (ON, OFF) if "thinking" in report else ():
-            metadata[f"walk_acc_len_thinking_{way}{suffix}"] = report["thinking"][way]["micro"]
+            accepted = report["thinking"][way]["micro"]
+            length = None if accepted is None else count_own_token(accepted)
+            metadata[f"walk_acceptance_length_thinking_{way}{suffix}"] = length
         folder = artifact.path / name
         metadata[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
         metadata[f"acceptance{suffix}"] = embed_picture(folder / "acceptance.png", f"acceptance on {name}")
     metadata["model_card"] = dg.MetadataValue.md(strip_front_matter((artifact.path / CARD).read_text(encoding="utf-8")))
-    return {**metadata, **{f"simulated_acc_len_{draft}": score for draft, score in read_scores(artifact).items()}}
+    scores = {draft: count_own_token(accepted) for draft, accepted in read_scores(artifact).items()}
+    return {**metadata, **{f"simulated_acceptance_length_{draft}": length for draft, length in scores.items()}}
 
 
 def describe_weighted_slices(workspace: Workspace, strategy: StrategySpec, artifact: Artifact) -> dict[str, Any]:

@@ -114,9 +114,10 @@ class SampleTrainings:
         entry, strategy = self.target.strategies[name], resolve_strategy(name)
         options = strategy.parse_options(entry.options, where=f"options of {name}")
         streams = list(dict.fromkeys([*strategy.list_features(self.files.num_layers, options), "last"]))
+        trainings = (self._choose_training(name, seed) for seed in self.list_seeds(name))
         return {
             "options": options.to_identity(),
-            "training": [self._choose_training(name, seed).to_identity() for seed in self.list_seeds(name)],
+            "training": [each.to_identity(strategy.batch_means(options)) for each in trainings],
             "heldout": read_eval_data(self.workspace, self.target.name, HELDOUT, streams).to_json(),
             "vocab_mapping": self._load_vocab().data_version if strategy.uses_vocab_mapping else None,
             "start_from": None if entry.start_from is None else str(entry.start_from),

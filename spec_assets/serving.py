@@ -11,6 +11,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TOKENS_FOLDER, ServeRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import ConfigError
+from draftworks.evaluation.acceptance_length import NAME, count_own_token, format_change, format_length
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import EVALUATION_RECIPE, HELDOUT_RESPONSES, TARGET_MODEL, of_strategy
@@ -48,8 +49,8 @@ def make_serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         group=GROUP,
         kinds=["sglang"],
         name=names.serving,
-        description=f"The exported {strategy.name} draft at work in a live SGLang server: tokens accepted per pass of the "
-        "target, from the server's own counters, beside the walk over the same answers.",
+        description=f"The exported {strategy.name} draft at work in a live SGLang server: its {NAME}, "
+        "from the server's own counters, beside the walk over the same answers.",
         deps=[
             TARGET_MODEL,
             EVALUATION_RECIPE,
@@ -176,15 +177,14 @@ def describe_serving(artifact: Artifact) -> dict[str, Any]:
     rows = [
         (
             "live server (6)",
-            _format_figure(accepted["micro"]),
-            _format_figure(accepted["tokens_per_pass"]),
+            format_length(accepted["micro"], 3, none=""),
             accepted["passes"],
         ),
-        ("server minus walk (3)", f"{walk['difference']:+.4f}", "", ""),
+        ("server minus walk (3)", format_change(walk["difference"], digits=4), ""),
     ]
     return {
-        "rungs": format_table(("rung", "accepted draft tokens per pass", "tokens per pass", "passes"), rows),
-        found["metric"]: accepted["micro"],
+        "rungs": format_table(("rung", NAME, "passes"), rows),
+        **({} if accepted["micro"] is None else {"server_acceptance_length": count_own_token(accepted["micro"])}),
         "difference_from_walk": walk["difference"],
         "equal_count_for_count": f"{walk['equal']} of {walk['prompts']} samples",
         "same_answers": f"{found['same_answers']} of {found['answers']}",
@@ -195,10 +195,6 @@ def describe_serving(artifact: Artifact) -> dict[str, Any]:
         "measured_on": found["occasion"]["device"],
         "server_log": dg.MetadataValue.path(os.path.relpath(found["log"], artifact.path.parents[3])),
     }
-
-
-def _format_figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def make_serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:

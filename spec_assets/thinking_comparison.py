@@ -10,6 +10,7 @@ import dagster as dg
 
 from draftworks.config.mix import OFF, ON
 from draftworks.config.run_files import TOKENS_FOLDER, FeatureSet
+from draftworks.evaluation.acceptance_length import format_interval, format_length
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import (
     HELDOUT_RESPONSES,
@@ -129,7 +130,7 @@ def describe_comparison(artifact: Artifact) -> dict[str, Any]:
     columns = ("strategy", "trained on", "thinking on", "thinking off")
     sizes = [(name, f"{one['samples']:,}", f"{one['tokens']:,}") for name, one in artifact.summary["sets"].items()]
     return {
-        "accepted": format_table(columns, accepted),
+        "acceptance_length": format_table(columns, accepted),
         "lost": format_table(columns, lost),
         "sets": format_table(("trained on", "samples", "tokens"), sizes),
     }
@@ -138,7 +139,7 @@ def describe_comparison(artifact: Artifact) -> dict[str, Any]:
 def _format_acceptance(found: Mapping[str, Any]) -> str:
     if found["micro"] is None:
         return "none"
-    return f"{found['micro']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+    return f"{format_length(found['micro'])} ({format_interval(found['low'], found['high'])})"
 
 
 def _format_loss(found: Mapping[str, Any]) -> str:

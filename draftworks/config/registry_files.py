@@ -152,11 +152,17 @@ class TrainingSpec(Spec):
             raise ValueError(f"patience {self.patience} counts evaluations, but eval_every is 0: set eval_every too")
         return self
 
-    def to_identity(self) -> dict[str, Any]:
+    def to_identity(self, batch_means: bool = False) -> dict[str, Any]:
         """Return the options that determine the weights. The interval of evaluations is one: the best evaluated draft is
         the result. How the global batch is divided, and how often checkpoints are saved, is not.
+
+        Args:
+            batch_means: whether the loss is made of means over micro-batches. Then their size is an option too; the number
+                of processes is still none, as they share the same micro-batches.
         """
-        cut = {"processes", "micro_batch_size", "pack_tokens", "pack_overlong"}
+        cut = {"processes", "micro_batch_size", "pack_tokens", "pack_overlong"} - (
+            {"micro_batch_size"} if batch_means else set()
+        )
         kept = {"save_every", "keep_checkpoints", "save_async"}
         return self.model_dump(
             exclude=cut | kept | {"device", "compile", "log_every", "tensorboard", "trackers", "shard_within"}

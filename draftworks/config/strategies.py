@@ -76,6 +76,7 @@ class ExportSpec:
         uses_unscaled_embeddings: whether its loaders look up unscaled rows of the target's embedding matrix, although the draft
             embeds as the target does.
         model_types: types of targets (of the text config) whose drafts its loaders know; None if it does not matter.
+        revision: of what is written; a larger one makes exports anew.
     """
 
     name: str
@@ -86,6 +87,12 @@ class ExportSpec:
     refuses: Callable[[Any, tuple[LayerTap, ...]], str | None] | None = None
     uses_unscaled_embeddings: bool = False
     model_types: tuple[str, ...] | None = None
+    revision: int = 1
+
+    @property
+    def identity(self) -> str:
+        """The name, and the revision from the second on."""
+        return self.name if self.revision == 1 else f"{self.name}@{self.revision}"
 
     def __post_init__(self) -> None:
         ways = get_args(LayerCounting)
@@ -139,6 +146,10 @@ def allow_packing(options: StrategyOptions) -> str | None:
     return None
 
 
+def _take_no_batch_means(options: StrategyOptions) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class TargetSizes:
     """Sizes of a target that its entry and config.json give, without its weights."""
@@ -169,6 +180,8 @@ class StrategySpec:
         heads_divide_hidden: whether servers read the draft with a class whose number of heads must divide the hidden size;
             if the target's number does not, the draft has a number of its own.
         packing_refusal: returns why training under these options cannot be packed, None if it can; see `check_packing`.
+        batch_means: whether the loss under these options is made of means over micro-batches, so that their size decides what is
+            learnt. It is in the identity of such drafts, see `TrainingSpec.to_identity`.
         factory: dotted path `module:callable` of the `DraftStrategy` (see draftworks.drafts.strategy).
         exports: formats its drafts can be written in.
         metric_sums: returns what an evaluation reports under these options; None if it is known only once one was made.
@@ -185,6 +198,7 @@ class StrategySpec:
     check: Callable[[Any, TargetSizes], None] | None = None
     heads_divide_hidden: bool = False
     packing_refusal: Callable[[Any], str | None] = _refuse_packing
+    batch_means: Callable[[Any], bool] = _take_no_batch_means
     exports: tuple[ExportSpec, ...] = ()
     metric_sums: Callable[[Any], MetricSums] | None = None
 

@@ -19,7 +19,7 @@ from draftworks.data.split import is_held_out
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.tokenizing import Progress, cut_rows, tokenize
-from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
+from draftworks.data.vocab import VocabMapping, build_vocab_mapping, count_supervised_tokens
 from draftworks.errors import DataError
 from draftworks.storage.identity import digest
 
@@ -183,8 +183,13 @@ def _count_slices(rows: Iterable[TokenRow], column: str) -> dict[str, dict[str, 
     return {value: dict(counts) for value, counts in sorted(found.items())}
 
 
-def map_vocabulary(tokens: Path, target: TargetFiles, draft_vocab_size: int, out: Path) -> dict[str, Any]:
-    """Write the reduced vocabulary of a target's drafts: its most frequent supervised tokens."""
+def map_vocabulary(
+    tokens: Path, target: TargetFiles, draft_vocab_size: int, out: Path, heldout: Path | None = None
+) -> dict[str, Any]:
+    """Write the reduced vocabulary of a target's drafts: its most frequent supervised tokens.
+
+    `coverage` and `heldout_coverage` are the shares of supervised tokens in `tokens` and in `heldout` that it has.
+    """
     counts = count_supervised_tokens(TokenizedSet.open(tokens), target.vocab_size)
     mapping = build_vocab_mapping(counts, draft_vocab_size)
     mapping.save(out / VOCAB_FILE)
@@ -192,5 +197,10 @@ def map_vocabulary(tokens: Path, target: TargetFiles, draft_vocab_size: int, out
         "draft_vocab_size": draft_vocab_size,
         "vocab_size": target.vocab_size,
         "coverage": mapping.measure_coverage(counts),
+        **({} if heldout is None else {"heldout_coverage": _measure_coverage(mapping, heldout, target)}),
         "digest": mapping.digest,
     }
+
+
+def _measure_coverage(mapping: VocabMapping, tokens: Path, target: TargetFiles) -> float:
+    return mapping.measure_coverage(count_supervised_tokens(TokenizedSet.open(tokens), target.vocab_size))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from draftworks.errors import DataError
 from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import canonical_json
+from draftworks.storage.words import list_lines
 
 SHOWN_REJECTIONS = 3
 KEPT_REASONS = 20
@@ -63,7 +64,7 @@ def check_rejected(rejected: Sequence[RejectedSample], total: int, limit: float,
     if not total:
         raise DataError("there is no conversation to tokenize")
     if len(rejected) > limit * total or len(rejected) == total:
-        shown = "\n".join(f"  sample {each.sample_id}: {each.reason}" for each in rejected[:SHOWN_REJECTIONS])
+        shown = list_lines((f"  sample {each.sample_id}: {each.reason}" for each in rejected), SHOWN_REJECTIONS)
         where = "" if file is None else f"\nAll of them are in {file}: repair them, or raise max_rejected_share"
         raise DataError(
             f"{len(rejected):,} of {total:,} conversations give no sample ({len(rejected) / total:.1%}),"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from draftworks.dataflow.controller import PAGE, DataFlowController
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureStore, KeyedFeatureStore, SampleRef
+from draftworks.storage.words import list_names
 
 FindLost = Callable[[Sequence[SampleRef]], Sequence[str]]
 
@@ -117,7 +118,7 @@ def _reopen_lost(controller: DataFlowController, lost: list[str]) -> tuple[str, 
     if hopeless:
         raise StoreError(
             f"run {controller.run_id}: the features of {len(hopeless)} samples that are to be trained again are gone, and "
-            f"no task of the run can make them again: {', '.join(hopeless[:5])}{', …' if len(hopeless) > 5 else ''}. "
+            f"no task of the run can make them again: {list_names(hopeless)}. "
             "Resume from a checkpoint that covers them, or begin a new run"
         )
     return tuple(lost)

@@ -10,6 +10,7 @@ from draftworks.decision.figures import ServedFigures
 from draftworks.decision.record import Choice, Decision, EvalLoss, Margins, Reference
 from draftworks.decision.rule import Verdict, decide
 from draftworks.errors import ConfigError
+from draftworks.evaluation.acceptance_length import NAME, format_length
 from draftworks.service.promotion import Service
 from draftworks.storage.identity import digest
 from draftworks.storage.words import format_count
@@ -93,7 +94,8 @@ def describe_loss(found: EvalLoss) -> str:
         return f"{found.eval_set}: {found.choice}: {found.reason}"
     said = (
         f"{found.eval_set}: {found.choice}: lost {found.loss:+.3f} accepted tokens per pass ({found.low:+.3f} to "
-        f"{found.high:+.3f}, {format_count(found.prompts, 'prompt')}), {found.reference_value:.3f} to {found.value:.3f}; "
+        f"{found.high:+.3f}, {format_count(found.prompts, 'prompt')}), {NAME} {format_length(found.reference_value, 3)} "
+        f"to {format_length(found.value, 3)}; "
         f"{REFERENCES[found.reference]}, reference draft {found.reference_draft}"
     )
     return said + (f"; {found.reason}" if found.reason else "")

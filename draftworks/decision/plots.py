@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from draftworks.decision.record import Choice, Decision
+from draftworks.evaluation.acceptance_length import NAME
 from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
 
 COLOUR_OF = {
@@ -33,6 +34,6 @@ def plot_decision(decision: Decision) -> bytes:
     axes.set_yticks(range(len(figures)), names)
     axes.set_ylim(len(figures) - 0.5, -0.5)
     title = f"{decision.target}, {decision.strategy}, draft {decision.draft}: {decision.choice}"
-    label_axes(axes, title, "accepted tokens per pass lost (95% interval)", "")
+    label_axes(axes, title, f"loss of {NAME} (95% interval)", "")
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return render_png(figure)

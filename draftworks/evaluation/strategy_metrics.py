@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from draftworks.evaluation.acceptance_length import count_own_token
+
 _COMMON_METRICS = frozenset(
     f"eval/{name}"
     for name in (
@@ -19,6 +21,13 @@ _COMMON_METRICS = frozenset(
 )
 ACCEPTANCE_RATES = ("acceptance_rate", "conditional_acceptance_rate", "unconditional_acceptance_rate")
 """In `EvalResult.metrics` these are named `eval/{rate}_{position}`."""
+_LENGTHS = {
+    "accept_len": "acceptance_length",
+    "base_accept_len": "base_acceptance_length",
+    "lattice_len": "lattice_acceptance_length",
+    "tau": "sampled_acceptance_length",
+}
+"""Metrics that are accepted draft tokens per pass, and their names where the target's own token counts too."""
 _NUMBERED = ("eval/ploss_", "eval/simulated_acc_len_t", *(f"eval/{name}_" for name in ACCEPTANCE_RATES))
 
 
@@ -34,6 +43,14 @@ def select_strategy_metrics(metrics: Mapping[str, Any]) -> dict[str, float | lis
         name.removeprefix("eval/"): value
         for name, value in metrics.items()
         if name not in _COMMON_METRICS and not name.startswith(_NUMBERED)
+    }
+
+
+def describe_strategy_metrics(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
+    """Return `select_strategy_metrics` as people are shown them: acceptance lengths count the target's own token."""
+    return {
+        _LENGTHS.get(name, name): count_own_token(value) if name in _LENGTHS and isinstance(value, float) else value
+        for name, value in select_strategy_metrics(metrics).items()
     }
 
 

@@ -20,6 +20,7 @@ from draftworks.errors import StoreError
 from draftworks.storage.changes import describe_changes
 from draftworks.storage.identity import LayerTap
 from draftworks.storage.manifest import FileManifest
+from draftworks.storage.words import list_names
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class CanonicalDraft:
         expected = {name: tuple(tensor.shape) for name, tensor in strategy.model.state_dict().items()}
         found = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
         if expected != found:
-            differing = "; ".join(describe_changes(expected, found)[:5])
+            differing = list_names(describe_changes(expected, found), between="; ")
             raise StoreError(
                 f"{self.folder / WEIGHTS}: tensors that do not fit its config.json: {differing}. Train the draft again"
             )

@@ -12,6 +12,7 @@ from draftworks.errors import StoreError
 from draftworks.export.checkpoint_files import Checkpoint
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
 from draftworks.export.gates import find_vocabulary_problem
+from draftworks.storage.words import list_names
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _TARGETS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")
@@ -40,7 +41,7 @@ def convert_weights(
             raise StoreError(f"{folder}: {problem}")
     broken = [name for name, tensor in named.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
-        raise StoreError(f"{folder}: tensors that are not finite: {', '.join(broken[:5])}")
+        raise StoreError(f"{folder}: tensors that are not finite: {list_names(broken)}")
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftworks.errors import StoreError
 from draftworks.storage.regular_files import read_json, require_file
+from draftworks.storage.words import list_names
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -47,7 +48,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         tensors |= _read(folder / shard)
     differing = sorted(tensors.keys() ^ shard_of.keys())
     if differing:
-        raise StoreError(f"{folder / INDEX}: the index and its files do not hold the same tensors: {differing[:5]}")
+        raise StoreError(
+            f"{folder / INDEX}: the index and its files do not hold the same tensors: {list_names(differing)}"
+        )
     return Checkpoint(folder, config, tensors)
 
 

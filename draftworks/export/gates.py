@@ -25,6 +25,7 @@ from draftworks.export.names import PROVENANCE, READABLE
 from draftworks.export.same_logits import compare_with_reader
 from draftworks.export.server_configs import build_server_configs
 from draftworks.storage.changes import describe_changes
+from draftworks.storage.words import list_names
 
 
 def find_vocabulary_problem(d2t: Tensor, t2d: Tensor, vocab_size: int) -> str | None:
@@ -138,7 +139,7 @@ def _check_key_set(export: ExportedDraft) -> Verdict:
     expected = export.export_format.list_expected_tensors(export.expected_shape)
     missing, extra = sorted(expected.keys() - export.tensors.keys()), sorted(export.tensors.keys() - expected.keys())
     if missing or extra:
-        return Verdict(False, f"missing: {_list_names(missing)}; unknown to the loader: {_list_names(extra)}")
+        return Verdict(False, f"missing: {list_names(missing)}; unknown to the loader: {list_names(extra)}")
     return Verdict(True, f"exactly the {len(expected)} tensors that the loader takes", {"tensors": len(expected)})
 
 
@@ -161,14 +162,14 @@ def _check_tensors_equal(export: ExportedDraft) -> Verdict:
         if name not in export.tensors or not _equal_bits(round_tensor(tensor, export.dtype), export.tensors[name])
     ]
     if wrong:
-        return Verdict(False, f"not the draft's own after re-reading: {_list_names(wrong)}")
+        return Verdict(False, f"not the draft's own after re-reading: {list_names(wrong)}")
     return Verdict(True, f"{len(expected)} tensors are the draft's own in {export.dtype}, bit for bit")
 
 
 def _check_finite(export: ExportedDraft) -> Verdict:
     wrong = [name for name, tensor in export.tensors.items() if not bool(torch.isfinite(tensor).all())]
     if wrong:
-        return Verdict(False, f"not finite: {_list_names(wrong)}")
+        return Verdict(False, f"not finite: {list_names(wrong)}")
     largest = max(
         (float(t.abs().max()) for t in export.tensors.values() if t.is_floating_point() and t.numel()), default=0
     )
@@ -253,7 +254,3 @@ def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 def _view_bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _list_names(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "none"

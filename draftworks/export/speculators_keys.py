@@ -10,10 +10,13 @@ from typing import Any
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.vllm_releases import is_read, is_served_alone
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.regular_files import read_json
 
 SPECULATORS_VERSION = "0.9.0"
+_METHODS = {"peagle": "eagle3"}
+"""vLLM's `method` of a type, where it has another name."""
 
 
 def build_speculators_keys(algorithm: str, target: TargetFiles, tokens: int) -> dict[str, Any]:
@@ -66,22 +69,24 @@ def read_proposed_tokens(config: Mapping[str, Any], where: str) -> int:
 
 
 def build_vllm_commands(
-    draft: CanonicalDraft, folder: str, method: str, tokens: int, parallel: bool = False
+    draft: CanonicalDraft, folder: str, algorithm: str, tokens: int, parallel: bool = False
 ) -> dict[str, str]:
-    """Return vLLM's command lines: with target and draft, and, if the target is on the hub, with the draft's folder alone.
+    """Return vLLM's command lines that all known releases take: with target and draft, and with the draft's folder alone.
 
-    From 0.33 on vLLM refuses a folder whose config.json names a target by its path ("Speculators verifier must name a remote
-    model repository"); 0.32 takes it.
+    None for a type that one of them refuses, and the second only where none wants the target on a hub (see `vllm_releases`).
 
     Args:
+        algorithm: `speculators_model_type` of the draft.
         parallel: whether the draft proposes its tokens in one pass, which is not part of vLLM's method. There is no command
             with such a draft alone: as a user of 0.28 reports, that one takes it for a plain language model and stops.
     """
-    config = {"model": folder, "method": method, "num_speculative_tokens": tokens}
+    if not is_read(algorithm):
+        return {}
+    config = {"model": folder, "method": _METHODS.get(algorithm, algorithm), "num_speculative_tokens": tokens}
     arguments = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
     with_target = {"vLLM, target first": f"vllm serve {locate_model(draft.target)} --speculative-config '{arguments}'"}
-    alone = {} if parallel or draft.target.revision is None else {"vLLM": f"vllm serve {folder}"}
-    return alone | with_target
+    alone = not parallel and is_served_alone(algorithm, is_local=draft.target.revision is None)
+    return ({"vLLM": f"vllm serve {folder}"} if alone else {}) | with_target
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:

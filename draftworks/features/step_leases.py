@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from draftworks.features.contracts import FeatureHandle, FeatureStore
+from draftworks.storage.words import list_names
 
 
 @dataclass
@@ -71,7 +72,7 @@ class StepLeases:
                 done += 1
             if left:
                 raise ValueError(
-                    f"samples {sorted(left)[:5]} do not end the oldest of the {len(self._steps)} optimizer steps that are "
+                    f"samples {list_names(sorted(left))} do not end the oldest of the {len(self._steps)} optimizer steps that are "
                     "not acknowledged"
                 )
             handles = [handle for _ in range(done) for handle in self._steps.popleft().handles]

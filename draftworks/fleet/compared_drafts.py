@@ -15,6 +15,7 @@ from draftworks.storage.names import require_name
 from draftworks.storage.records import DraftIdentity, ReportIdentity
 from draftworks.storage.regular_files import read_json
 from draftworks.storage.result_names import explain_data_version, read_names
+from draftworks.storage.words import list_names
 from draftworks.targets.registry import HELDOUT
 
 _REPORT_SUFFIX, _DRAFT_SUFFIX = "_report", "_draft"
@@ -248,7 +249,7 @@ def _choose(text: str, known: Sequence[Artifact], artifacts: ArtifactStore) -> A
         if hint is not None:
             raise ConfigError(f"{text}: {hint}")
         raise ConfigError(f"{text}: no draft is of that name; {_list_drafts(artifacts)}")
-    names = ", ".join(f"{one.target}/{strategy_of_draft(one.asset)}/{one.path.name}" for one in found[:5])
+    names = list_names(f"{one.target}/{strategy_of_draft(one.asset)}/{one.path.name}" for one in found)
     raise ConfigError(f"{text}: several drafts are of that name: {names}")
 
 
@@ -259,4 +260,4 @@ def _list_drafts(artifacts: ArtifactStore) -> str:
         for path in sorted(artifacts.root.glob(f"*{_DRAFT_SUFFIX}/*/*/"))
         if path.suffix not in UNPUBLISHED and (path / RECORD).is_file()
     ]
-    return f"there are: {', '.join(found[:8])}{' ...' if found[8:] else ''}" if found else "there is none at all"
+    return f"there are: {list_names(found, 8)}" if found else "there is none at all"

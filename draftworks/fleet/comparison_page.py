@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from draftworks.evaluation.acceptance_length import NAME, format_change, format_interval, format_length
 from draftworks.evaluation.ladder.statistics import AcceptanceSummary
 from draftworks.evaluation.report.findings import WALK
 from draftworks.evaluation.report.markdown_tables import render_table
@@ -17,8 +18,8 @@ from draftworks.fleet.recipe_differences import Difference
 
 _MAX_CELL_LENGTH = 60
 _NOTE = (
-    "Differences are A minus B, in accepted draft tokens per pass of the walk (rung 3), with 95% intervals by bootstrap over "
-    "prompts. Paired: on prompts with the same tokens in both reports."
+    f"A and B are the {NAME} of the walk (rung 3), which counts the target's own token; differences are A minus B, with 95% "
+    "intervals by bootstrap over prompts. Paired: on prompts with the same tokens in both reports."
 )
 _SLICES_NOTE = "Of many slices, about one in twenty has an interval without 0 by chance alone."
 _STYLE = (
@@ -144,15 +145,15 @@ def _render_rows(rows: Sequence[Mapping[str, str]], width: int | None) -> str:
 
 def _build_figures_row(one: EvalSetFigures) -> dict[str, str]:
     is_paired = one.kind is Kind.PAIRED
-    difference = "" if one.difference is None else f"{one.difference:+z.3f}"
+    difference = "" if one.difference is None else format_change(one.difference)
     interval = "" if one.interval is None else f"{one.interval.low:+z.3f} to {one.interval.high:+z.3f}"
     return {
         "eval set": one.eval_set,
         "A, all its prompts": _format_side(one.a),
         "B, all its prompts": _format_side(one.b),
         "prompts in common": f"{one.shared:,}",
-        "A on these": _format(one.shared_a),
-        "B on these": _format(one.shared_b),
+        "A on these": format_length(one.shared_a, 3, none=""),
+        "B on these": format_length(one.shared_b, 3, none=""),
         "A - B": difference,
         "95% interval": interval if is_paired or not interval else f"{interval} (unpaired)",
         "verdict": one.verdict.value,
@@ -165,8 +166,8 @@ def _build_slice_rows(one: EvalSetFigures) -> Iterator[dict[str, str]]:
             "eval set": one.eval_set,
             "slice": f"{each.column} = {each.value}",
             "prompts": f"{each.prompts:,}",
-            "A": _format(each.a),
-            "B": _format(each.b),
+            "A": format_length(each.a, 3, none=""),
+            "B": format_length(each.b, 3, none=""),
             "A - B": f"{each.difference:+z.3f}",
             "95% interval": f"{each.low:+z.3f} to {each.high:+z.3f}",
         }
@@ -194,11 +195,7 @@ def _render_html_table(rows: tuple[Mapping[str, str], ...]) -> str:
 def _format_side(side: AcceptanceSummary | None) -> str:
     if side is None or side.micro is None or side.low is None or side.high is None:
         return "not measured"
-    return f"{side.micro:.3f} ({side.low:.3f} to {side.high:.3f}, n = {side.prompts:,})"
-
-
-def _format(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return f"{format_length(side.micro, 3)} ({format_interval(side.low, side.high, 3)}, n = {side.prompts:,})"
 
 
 def _format_value(value: Any) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftworks.evaluation.acceptance_length import NAME, name_metric
+from draftworks.evaluation.report.findings import WALK
 from draftworks.evaluation.report.plots import COLOURS, MARKERS, label_axes, make_figure, render_png
 from draftworks.fleet.draft_comparison import DraftComparison, Kind
 
@@ -22,7 +24,8 @@ class _Line:
 
 def plot_differences(found: DraftComparison) -> bytes | None:
     """Return a PNG with a line per eval set and slice, A minus B; None if no difference was computed."""
-    lines = _list_lines(found)[:MAX_LINES]
+    found_lines = _list_lines(found)
+    lines = found_lines[:MAX_LINES]
     if not lines:
         return None
     figure = make_figure(7.2, 1.4 + 0.28 * len(lines))
@@ -35,7 +38,8 @@ def plot_differences(found: DraftComparison) -> bytes | None:
     axes.set_yticks(range(len(lines)), [line.name.replace("$", r"\$") for line in lines])
     axes.set_ylim(len(lines) - 0.5, -0.5)
     title = f"A {found.a.name} minus B {found.b.name}".replace("$", r"\$")
-    label_axes(axes, title, "difference in rung3_walk_acc_len (draft tokens per pass), 95% interval", "")
+    title += f": the first {len(lines)} of {len(found_lines):,}" if len(lines) < len(found_lines) else ""
+    label_axes(axes, title, f"difference in {NAME}, {name_metric(WALK)}, 95% interval", "")
     return render_png(figure)
 
 

@@ -126,9 +126,9 @@ class DraftComparison:
         chosen = apply_overrides(
             self.target.name, strategy, entry, overrides.get("options", {}), overrides.get("training", {})
         )
-        options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}").to_identity()
-        yield from _differing("options", recorded.options, options)
-        yield from _differing("training", recorded.training, chosen.training.to_identity())
+        options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
+        yield from _differing("options", recorded.options, options.to_identity())
+        yield from _differing("training", recorded.training, chosen.training.to_identity(strategy.batch_means(options)))
         start = entry.start_from
         began = None if start is None else read_draft_config(self.registry.resolve_path(start)).weights_digest
         if recorded.start_from != began and not overrides.get("start_from"):

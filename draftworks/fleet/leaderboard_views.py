@@ -7,6 +7,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftworks.evaluation.acceptance_length import (
+    NAME,
+    NOTE,
+    count_own_token,
+    format_interval,
+    format_length,
+    name_metric,
+)
 from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.fleet.leaderboard import ReportScore, Standing
 from draftworks.storage.atomic import publish_file
@@ -22,7 +30,7 @@ TEXTS = ("target", "strategy", "eval_set", "metric", "age", "draft", "stale_agai
 NUMBERS = ("value", "low", "high", "confidence", "age_s", "best")
 TIMES = ("measured", "best_measured")
 CAPTION = (
-    "Draft tokens accepted per pass of the target; the metric names the rung of the acceptance ladder, and values of "
+    f"{NOTE} The metric names the rung of the acceptance ladder, and values of "
     "different metrics do not compare. Intervals are by bootstrap over prompts. The best is of the same metric, over all "
     "reports ever published; its eval data may have been others. Stale numbers are measured again by the job `evaluate`; a "
     "stale draft was trained for something else than is there now, and stays so until it is trained again."
@@ -81,11 +89,11 @@ def cells(standing: Standing, now: float | None = None) -> dict[str, str]:
     return {
         "target": standing.target,
         "strategy": standing.strategy,
-        "accepted": _with_interval(latest) if latest else "",
-        "metric": f"{latest.score.metric}, {latest.eval_set}" if latest else "",
+        NAME: _with_interval(latest) if latest else "",
+        "metric": f"{name_metric(latest.score.metric)}, {latest.eval_set}" if latest else "",
         "prompts": f"{latest.score.prompts:,}" if latest and latest.score.prompts is not None else "",
         **_when(latest.created if latest else None, now),
-        "best ever": f"{best.score.value:.2f} ({_day(best.created)})" if best else "",
+        "best ever": f"{format_length(best.score.value)} ({_day(best.created)})" if best else "",
         "draft": (latest.draft or "") if latest else "",
         "stale against": _stale(standing),
     }
@@ -118,17 +126,19 @@ def plot(standings: Sequence[Standing]) -> bytes | None:
     metrics = sorted({one.score.metric for one in shown})
     for metric, colour in zip(metrics, COLOURS):
         places = [place for place, one in enumerate(shown) if one.score.metric == metric]
-        axes.barh(places, [shown[place].score.value or 0.0 for place in places], color=colour, label=metric)
+        lengths = [count_own_token(shown[place].score.value or 0.0) for place in places]
+        axes.barh(places, lengths, color=colour, label=name_metric(metric))
     for place, one in enumerate(shown):
         if one.score.low is not None and one.score.high is not None and _has_interval(one):
-            axes.plot([one.score.low, one.score.high], [place, place], color="black", linewidth=1.5)
+            interval = [count_own_token(one.score.low), count_own_token(one.score.high)]
+            axes.plot(interval, [place, place], color="black", linewidth=1.5)
     axes.set_yticks(range(len(shown)), list(measured)[: len(shown)])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     figure.legend(loc="outside lower center", frameon=False)
     title = (
         "leaderboard" if len(shown) == len(measured) else f"leaderboard: the first {len(shown)} of {len(measured):,}"
     )
-    label_axes(axes, title, "draft tokens accepted per pass", "")
+    label_axes(axes, title, NAME, "")
     return render_png(figure)
 
 
@@ -145,8 +155,10 @@ def _has_interval(measured: ReportScore) -> bool:
 
 
 def _with_interval(measured: ReportScore) -> str:
-    score = measured.score
-    return f"{score.value:.2f}" + (f" ({score.low:.2f}–{score.high:.2f})" if _has_interval(measured) else "")
+    score, length = measured.score, format_length(measured.score.value)
+    if score.low is None or score.high is None or not _has_interval(measured):
+        return length
+    return f"{length} ({format_interval(score.low, score.high, between='–')})"
 
 
 def _day(created: float) -> str:

@@ -17,12 +17,13 @@ from draftworks.config.decoding import RULE_MEANINGS
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
+from draftworks.evaluation.acceptance_length import NAME, NOTE, SYMBOL, format_interval, format_length, name_metric
 from draftworks.evaluation.labels import Exactness
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.sampled import describe_contexts, describe_rates
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
-from draftworks.evaluation.strategy_metrics import select_strategy_metrics
+from draftworks.evaluation.strategy_metrics import describe_strategy_metrics, select_strategy_metrics
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.records import DraftIdentity
 
@@ -74,10 +75,12 @@ def strip_front_matter(card: str) -> str:
 def _front_matter(subject: CardSubject) -> str:
     """Return the YAML front matter. `base_model` is set for hub ids only, since the hub takes any name for one of its
     own."""
-    metrics = dict.fromkeys(score.metric for report in subject.reports for score in _lengths(report))
+    metrics = dict.fromkeys(
+        f"{NAME}, {name_metric(score.metric)}" for report in subject.reports for score in _lengths(report)
+    )
     values: dict[str, Any] = {} if subject.target.revision is None else {"base_model": subject.target.model}
     values |= {"tags": ["speculative-decoding", "draft-model", subject.strategy], "metrics": list(metrics)}
-    return f"{FENCE}{yaml.safe_dump(values, sort_keys=False)}{FENCE}".rstrip()
+    return f"{FENCE}{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}{FENCE}".rstrip()
 
 
 def _introduction(subject: CardSubject) -> str:
@@ -86,8 +89,8 @@ def _introduction(subject: CardSubject) -> str:
     return (
         f"# {subject.strategy} draft of {subject.base}\n\n"
         "A draft model for speculative decoding: it proposes tokens, the target verifies them in one forward pass. It is of no use "
-        f"without its target, and where the server verifies exactly, it changes how fast the target answers, not what.\n\n**{_value(best)}** draft tokens are accepted "
-        f"per pass of the target, of {report.draft_tokens} proposed (`{best.metric}` on {report.eval_set})."
+        f"without its target, and where the server verifies exactly, it changes how fast the target answers, not what.\n\nThe {NAME} is **{_value(best)}**, with "
+        f"{report.draft_tokens} tokens proposed per pass of the target, by the {name_metric(best.metric)} on {report.eval_set}."
         f"{_staleness(subject)}"
     )
 
@@ -131,7 +134,9 @@ def _training(subject: CardSubject) -> str:
         "tokens": f"{summary['tokens']:,}",
         "ranks": summary["world_size"],
         "loss": f"{_number(summary['first_loss'])} at first, {_number(summary['last_loss'])} at last",
-        **{f"held-out {name}": _numbers(value) for name, value in select_strategy_metrics(summary["heldout"]).items()},
+        **{
+            f"held-out {name}": _numbers(value) for name, value in describe_strategy_metrics(summary["heldout"]).items()
+        },
     }
     rates = describe_rates(
         subject.strategy, {f"eval/{name}": 1 for name in select_strategy_metrics(summary["heldout"])}
@@ -148,19 +153,28 @@ def _acceptance(subject: CardSubject) -> str:
 def _acceptance_on(report: ReportSummary) -> tuple[str, str]:
     drafts = list(dict.fromkeys(score.draft for score in report.scores))
     shown = sorted(
-        dict.fromkeys((score.rung, score.metric, _rule(score)) for score in report.scores), key=itemgetter(0)
+        dict.fromkeys((score.rung, score.metric, _describe_servers(score)) for score in report.scores),
+        key=itemgetter(0),
     )
     found = {(score.draft, score.metric): score for score in report.scores}
     rows = [
-        {"rung": rung, "metric": f"`{metric}`{rule}", **{draft: _cell(found.get((draft, metric))) for draft in drafts}}
-        for rung, metric, rule in shown
+        {
+            "rung": rung,
+            "figure": f"{_title(rung, metric)}{servers}",
+            **{draft: _cell(found.get((draft, metric))) for draft in drafts},
+        }
+        for rung, metric, servers in shown
     ]
     return f"On `{report.eval_set}`, with {_confidence(report)}:", render_table(rows)
 
 
-def _rule(score: RungScore) -> str:
-    """Return the rule of a score above temperature 0 with the servers that it is of; else an empty text."""
-    return "" if score.rule is None else f", `{score.rule}` as {score.servers or 'servers that sample'}"
+def _title(rung: int, metric: str) -> str:
+    return metric.replace("_", " ") if rung == 0 else f"{SYMBOL}, {name_metric(metric)}"
+
+
+def _describe_servers(score: RungScore) -> str:
+    """Return the servers whose rule a score above temperature 0 is by; else an empty text."""
+    return "" if score.rule is None else f" as {score.servers or 'servers that sample'}"
 
 
 def _rungs(subject: CardSubject) -> str:
@@ -168,8 +182,7 @@ def _rungs(subject: CardSubject) -> str:
     lines = [f"* **Rung {rung}**: {RUNG_MEANINGS[rung]}" for rung in sorted({score.rung for score in scores})]
     used = {score.rule for score in scores}
     lines += [f"* `{rule}`: {meaning}." for rule, meaning in RULE_MEANINGS.items() if rule in used]
-    lengths = "Lengths are draft tokens accepted per pass of the target; the token that the target adds itself is not counted."
-    return _section("What the rungs mean", "\n".join(lines), lengths)
+    return _section("What the rungs mean", "\n".join(lines), NOTE)
 
 
 def _measuring(subject: CardSubject) -> str:
@@ -248,14 +261,15 @@ def _known(report: ReportSummary, rung: int) -> list[RungScore]:
 def _cell(score: RungScore | None) -> str:
     if score is None or score.value is None:
         return ""
-    return _value(score) + ("" if score.speed_up is None else f", {score.speed_up:.2f}× plain decoding")
+    value = _number(score.value) if score.rung == 0 else _value(score)
+    return value + ("" if score.speed_up is None else f", {score.speed_up:.2f}× plain decoding")
 
 
 def _value(score: RungScore) -> str:
     """Over one prompt an interval has no width, which would look like certainty."""
     if score.low is None or score.high is None or score.prompts == 1:
-        return _number(score.value)
-    return f"{_number(score.value)} ({score.low:.2f}–{score.high:.2f})"
+        return format_length(score.value)
+    return f"{format_length(score.value)} ({format_interval(score.low, score.high, between='–')})"
 
 
 def _confidence(report: ReportSummary) -> str:

@@ -20,7 +20,7 @@ MISSING = "(not set)"
 _RECIPE = ("strategy", "start_from", "options", "training")
 _TARGET = "weights of the target"
 _DATA = ("tokens", "features", "vocab_mapping", "heldout")
-_FIGURES = ("samples", "tokens", "supervised_tokens", "longest", "coverage")
+_FIGURES = ("samples", "tokens", "supervised_tokens", "longest", "coverage", "heldout_coverage")
 _SECONDS_PER_HOUR = 3600.0
 
 

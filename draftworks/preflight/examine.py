@@ -25,6 +25,7 @@ from draftworks.preflight.plausible_values import check_values
 from draftworks.preflight.probe_reach import check_probe_reach
 from draftworks.preflight.quantizers import check_quantizer
 from draftworks.preflight.served_data import check_served_data
+from draftworks.preflight.vocabulary import check_coverage
 from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
@@ -72,6 +73,8 @@ def _examine_loaded(
             findings.error(str(error))
     examine_target(target, files, registry, findings, digests, None if var is None else var / TARGET_CHECKS)
     check_feature_budget(target, registry, findings)
+    if var is not None:
+        check_coverage(target, ArtifactStore(var), findings)
     if files is not None:
         if var is not None:
             check_fp8_gate(ArtifactStore(var), target, files.digest, findings)

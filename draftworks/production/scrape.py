@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from draftworks.errors import EngineError
+from draftworks.storage.words import list_names
 
 PASSES, ACCEPTED, PROPOSED = "passes", "accepted", "proposed"
 TOKENS, REQUESTS = "tokens", "requests"
@@ -69,5 +70,5 @@ def require_one_model(labels: Sequence[str]) -> None:
     """Raise EngineError if the counters of a scrape are of several models."""
     if len(labels) > 1:
         raise EngineError(
-            f"has counters of several models ({', '.join(labels[:5])}): is it a router? Give the address of one server"
+            f"has counters of several models ({list_names(labels)}): is it a router? Give the address of one server"
         )

@@ -7,9 +7,17 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from draftworks.evaluation.ladder.statistics import Interval
+from draftworks.evaluation.acceptance_length import (
+    NAME,
+    NOTE,
+    SYMBOL,
+    count_own_token,
+    format_change,
+    format_interval,
+    format_length,
+)
 from draftworks.evaluation.report.markdown_tables import render_table
-from draftworks.production.acceptance import WindowAcceptance
+from draftworks.production.acceptance import WindowAcceptance, WindowDifference
 from draftworks.production.observer import UNKNOWN_DRAFT
 from draftworks.production.readings import Window, split_windows
 from draftworks.production.standing import GAP_S, ServerStanding
@@ -20,16 +28,16 @@ COLUMNS: tuple[str, ...] = (
     "kind",
     "strategy",
     "draft",
-    "accepted now",
-    "first hours",
+    f"{SYMBOL} now",
+    f"{SYMBOL} first hours",
     "difference",
-    "walk (rung 3)",
+    f"{SYMBOL} walk (rung 3)",
     "passes",
     "read",
 )
 CAPTION = (
-    "Draft tokens accepted per pass, by the server's own counters over its own traffic (rung 6), with 95% intervals "
-    "over blocks of windows. First hours: of the same draft on the same server. The walk is another rung, over other "
+    f"{NOTE} By the server's own counters over its own traffic (rung 6), with 95% intervals over "
+    "blocks of windows. First hours: of the same draft on the same server. The walk is another rung, over other "
     "prompts (heldout): it stands beside, and does not compare."
 )
 NO_INTERVAL = "no interval"
@@ -48,8 +56,8 @@ def format_row(standing: ServerStanding) -> tuple[str, ...]:
         _format_draft(standing),
         _format_now(standing),
         "" if standing.baseline is None else format_acceptance(standing.baseline),
-        "" if difference is None else f"{difference.value:+.3f}{_format_interval(difference.interval, '+')}",
-        "" if standing.walk is None or standing.walk.value is None else f"{standing.walk.value:.3f}",
+        "" if difference is None else _format_difference(difference),
+        "" if standing.walk is None or standing.walk.value is None else format_length(standing.walk.value, 3),
         "" if standing.now is None else f"{standing.now.passes:,}",
         "never" if not readings else f"{datetime.fromtimestamp(readings[-1].time, UTC):%Y-%m-%d %H:%M:%S} UTC",
     )
@@ -78,7 +86,8 @@ def list_notes(standings: Sequence[ServerStanding]) -> list[str]:
 def format_acceptance(found: WindowAcceptance) -> str:
     if found.value is None:
         return ""
-    return f"{found.value:.3f}{_format_interval(found.interval)}"
+    interval = NO_INTERVAL if found.interval is None else format_interval(found.interval.low, found.interval.high, 3)
+    return f"{format_length(found.value, 3)} ({interval})"
 
 
 def to_json(standing: ServerStanding) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def to_json(standing: ServerStanding) -> dict[str, Any]:
 
 
 def plot_series(standings: Sequence[ServerStanding], title: str) -> bytes | None:
-    """Return a PNG with accepted tokens per pass of each server over time; None if no server has anything to show."""
+    """Return a PNG with the acceptance length of each server over time; None if no server has anything to show."""
     from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
 
     lines = {one.server: list_points(one) for one in standings}
@@ -117,15 +126,12 @@ def plot_series(standings: Sequence[ServerStanding], title: str) -> bytes | None
     for index, (name, points) in enumerate(lines.items()):
         times = [datetime.fromtimestamp(time, UTC) for time in points]
         colour = COLOURS[index % len(COLOURS)]
-        axes.plot(times, list(points.values()), color=colour, marker=".", linewidth=1, label=name)  # pyright: ignore
-    for index, one in enumerate(standings):
-        baseline = one.baseline
-        if baseline is not None and baseline.value is not None:
-            axes.axhline(baseline.value, color=COLOURS[index % len(COLOURS)], linestyle=":", linewidth=1)
-    axes.set_ylim(bottom=0)
+        lengths = [count_own_token(each) for each in points.values()]
+        axes.plot(times, lengths, color=colour, marker=".", linewidth=1, label=name)  # pyright: ignore
+    axes.set_ylim(bottom=count_own_token(0.0))
     figure.autofmt_xdate()
     figure.legend(loc="outside lower center", frameon=False)
-    label_axes(axes, title, "", "accepted per pass (rung 6)")
+    label_axes(axes, title, "", f"{NAME} (rung 6)")
     return render_png(figure)
 
 
@@ -145,7 +151,7 @@ def list_points(standing: ServerStanding, most: int = MOST_POINTS) -> Mapping[fl
 def _format_now(standing: ServerStanding) -> str:
     if standing.now is not None:
         return format_acceptance(standing.now)
-    return "" if standing.gauge is None else f"{standing.gauge:.3f} (gauge, {NO_INTERVAL})"
+    return "" if standing.gauge is None else f"{format_length(standing.gauge, 3)} (gauge, {NO_INTERVAL})"
 
 
 def _format_draft(standing: ServerStanding) -> str:
@@ -156,8 +162,10 @@ def _format_draft(standing: ServerStanding) -> str:
     return f"{standing.draft} (in service; the server does not say)"
 
 
-def _format_interval(interval: Interval | None, sign: str = "") -> str:
-    return f" ({NO_INTERVAL})" if interval is None else f" ({interval.low:{sign}.3f} to {interval.high:{sign}.3f})"
+def _format_difference(found: WindowDifference) -> str:
+    if found.interval is None:
+        return f"{format_change(found.value)} ({NO_INTERVAL})"
+    return format_change(found.value, found.interval.low, found.interval.high)
 
 
 def render_markdown(standings: Sequence[ServerStanding]) -> str:
@@ -169,12 +177,12 @@ def render_markdown(standings: Sequence[ServerStanding]) -> str:
 
 
 def select_figures(standings: Sequence[ServerStanding]) -> dict[str, float]:
-    """Return accepted tokens per pass and the difference from the first hours by server, for plots over time."""
+    """Return the acceptance length and the difference from the first hours by server, for plots over time."""
     found: dict[str, float] = {}
     for one in standings:
         value = one.gauge if one.now is None else one.now.value
         if value is not None:
-            found[f"accepted_per_pass_{one.server}"] = value
+            found[f"acceptance_length_{one.server}"] = count_own_token(value)
         if one.difference is not None:
             found[f"difference_{one.server}"] = one.difference.value
     return found

@@ -20,6 +20,7 @@ from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.process_group import open_process_group
 from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy, StepContext
+from draftworks.evaluation.acceptance_length import NAME, format_length
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, count_labels
 from draftworks.evaluation.labels import LabelCounts
@@ -144,7 +145,8 @@ class _EvaluationRun:
         result = Evaluator(self.device).run(forward, self.build_loader(), ctx)
         if result is None:
             raise make_empty_heldout_error(self.run.heldout)
-        self._log(f"{name}: simulated_acc_len {result.simulated_acc_len:.3f} (rung 1), accuracy {result.avg_acc:.3f}")
+        length = format_length(result.simulated_acc_len, 3)
+        self._log(f"{name}: {NAME} {length}, simulated (rung 1), accuracy {result.avg_acc:.3f}")
         return result
 
     def measure_replayed_rungs(self, name: str) -> DraftMeasurement:
@@ -179,9 +181,7 @@ class _EvaluationRun:
         )
         walk = micro_mean(measured.walk)
         if walk is not None:
-            self._log(
-                f"{name}: {walk:.3f} accepted tokens per pass of the target (rung 3, {self.draft_tokens} proposed)"
-            )
+            self._log(f"{name}: {NAME} {format_length(walk, 3)} (walk, rung 3; {self.draft_tokens} proposed per pass)")
         return _Measured(
             measured, {one.walk.sample_id: one.first_answer for one in found if one.first_answer is not None}
         )

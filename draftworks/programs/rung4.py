@@ -15,6 +15,7 @@ from draftworks.config.server_rules import describe_servers
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
 from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, run_on_every_rank
+from draftworks.evaluation.acceptance_length import NAME, format_length
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.differences import AnswerTrace
 from draftworks.evaluation.ladder.loop import DecodingLoop, get_loop_revision
@@ -127,9 +128,8 @@ class Rung4:
 def _format_measurement(strategy: str, loop: LoopMeasurement, cached: bool) -> str:
     rule = loop.decoding.rule
     text = (
-        f"{micro_mean(loop.prompts) or 0:.3f} accepted tokens per pass in the real loop, {loop.decoding.describe()}"
-        f"{'' if rule is None else f', by {rule} ({describe_servers(strategy, rule)})'} (rung 4), {loop.speed_up:.2f} times "
-        "the speed of plain decoding"
+        f"{NAME} {format_length(micro_mean(loop.prompts) or 0.0, 3)} in the real loop, {loop.decoding.describe()}"
+        f"{'' if rule is None else f', by {rule} ({describe_servers(strategy, rule)})'} (rung 4)"
     )
     if not cached or loop.timing_context is None:
         return text

@@ -10,13 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from draftworks.errors import DraftworksError
+from draftworks.evaluation.acceptance_length import NAME, SYMBOL, format_length
 from draftworks.evaluation.report.sampled import describe_rates, list_sampled_acceptance
-from draftworks.evaluation.strategy_metrics import select_strategy_metrics
+from draftworks.evaluation.report.summary import TRAINED, ReportSummary
+from draftworks.evaluation.strategy_metrics import describe_strategy_metrics
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
-from draftworks.targets.registry import Registry
+from draftworks.targets.registry import HELDOUT, Registry
 
+SIMULATED_METRIC = "eval/simulated_acc_len"
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 
 
@@ -39,7 +42,7 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
                 if list_sampled_acceptance(strategy, report.summary["drafts"]["trained"]):
                     console.print(build_sampled_table(strategy, report))
             draft = artifacts.find(of_strategy(strategy).draft, target)
-            if draft is not None and select_strategy_metrics(draft.summary["heldout"]):
+            if draft is not None and describe_strategy_metrics(draft.summary["heldout"]):
                 console.print(build_strategy_metrics_table(strategy, draft))
     except DraftworksError as error:
         typer.echo(f"error: {error}", err=True)
@@ -69,6 +72,7 @@ def format_summary_values(artifact: Artifact) -> str:
         "supervised_share",
         "bytes_per_token",
         "coverage",
+        "heldout_coverage",
         "steps",
         "tokens_per_second",
         "tokens_per_s",
@@ -82,16 +86,17 @@ def build_acceptance_table(strategy: str, report: Artifact) -> Table:
     positions = max(len(metrics["eval/per_position_acc"]) for metrics in drafts.values())
     table = Table(title=f"{strategy}: held-out acceptance", title_justify="left", caption_justify="left")
     table.caption = (
-        f"accepted draft tokens per pass of the target, {report.summary['draft_tokens']} proposed: simulated (rung 1 of "
-        "the acceptance ladder), replayed greedy serving (rung 3), real decoding (rung 4); acc_i: accuracy at position i "
-        "(rung 0)"
+        f"{NAME}, the target's own token counted, {report.summary['draft_tokens']} proposed per pass: simulated (rung 1 of "
+        "the acceptance ladder), walk (greedy serving replayed, rung 3), loop (real decoding, rung 4); acc_i: accuracy at "
+        f"position i (rung 0).{_describe_prompts(report)}"
     )
-    rungs = {"simulated": "eval/simulated_acc_len", "walk": WALK_METRIC, "loop": LOOP_METRIC}
-    for column in ("draft", *rungs, *(f"acc_{position + 1}" for position in range(positions))):
+    rungs = {"simulated": SIMULATED_METRIC, "walk": WALK_METRIC, "loop": LOOP_METRIC}
+    lengths = [f"{SYMBOL} {rung}" for rung in rungs]
+    for column in ("draft", *lengths, *(f"acc_{position + 1}" for position in range(positions))):
         table.add_column(column, justify="left" if column == "draft" else "right")
-    for name, metrics in sorted(drafts.items(), key=lambda item: -item[1]["eval/simulated_acc_len"]):
-        values = [metrics.get(metric) for metric in rungs.values()] + metrics["eval/per_position_acc"]
-        table.add_row(name, *("" if value is None else f"{value:.3f}" for value in values))
+    for name, metrics in sorted(drafts.items(), key=lambda item: -item[1][SIMULATED_METRIC]):
+        shown = [format_length(metrics.get(metric), 3, none="") for metric in rungs.values()]
+        table.add_row(name, *shown, *(f"{accuracy:.3f}" for accuracy in metrics["eval/per_position_acc"]))
     return table
 
 
@@ -103,15 +108,28 @@ def build_sampled_table(strategy: str, report: Artifact) -> Table:
     for column in ("decoding", "rule", "servers", "simulated", "loop"):
         table.add_column(column, justify="right" if column in ("simulated", "loop") else "left")
     for one in list_sampled_acceptance(strategy, report.summary["drafts"]["trained"]):
-        figures = ("" if value is None else f"{value:.3f}" for value in (one.simulated, one.loop))
+        figures = ("" if value is None else format_length(value, 3) for value in (one.simulated, one.loop))
         table.add_row(one.decoding.describe(), one.decoding.rule, one.servers, *figures)
     return table
+
+
+def _describe_prompts(report: Artifact) -> str:
+    """Return on how many prompts the loop is, where these are not those of the walk: the two do not compare then."""
+    found = ReportSummary.load(report.path / HELDOUT)
+    [walked, *_], [decoded, *_] = ([*_list_prompts(found, rung), None] for rung in (3, 4))
+    if walked is None or decoded is None or walked == decoded:
+        return ""
+    return f" The loop is of {decoded:,} of the walk's {walked:,} prompts; report.md has the walk of the same ones."
+
+
+def _list_prompts(report: ReportSummary, rung: int) -> list[int | None]:
+    return [score.prompts for score in report.select_scores(TRAINED, rung) if not score.temperature]
 
 
 def build_strategy_metrics_table(strategy: str, draft: Artifact) -> Table:
     """Build a table of the strategy's own metrics (docs/strategies.md), with a column per draft position."""
     metrics = {
-        k: v if isinstance(v, list) else [v] for k, v in select_strategy_metrics(draft.summary["heldout"]).items()
+        k: v if isinstance(v, list) else [v] for k, v in describe_strategy_metrics(draft.summary["heldout"]).items()
     }
     table = Table(title=f"{strategy}: its own metrics, of the published draft", title_justify="left")
     table.caption = describe_rates(strategy, {f"eval/{name}": value for name, value in metrics.items()}) or None

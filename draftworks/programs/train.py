@@ -200,14 +200,12 @@ def _make_identity(
 
     Of the features only those that the strategy reads count: other taps in the same set change nothing.
     """
-    names = draft.strategy.feature_names
+    names, strategy = draft.strategy.feature_names, resolve_strategy(run.strategy)
     return {
         "strategy": run.strategy,
-        "options": resolve_strategy(run.strategy).identify_options(
-            draft.options, run.target.hidden_size, run.target.num_heads
-        ),
+        "options": strategy.identify_options(draft.options, run.target.hidden_size, run.target.num_heads),
         "start_from": None if begun is None else begun.weights_digest,
-        "training": run.training.to_identity(),
+        "training": run.training.to_identity(strategy.batch_means(draft.options)),
         "target": run.target.digest,
         "vocab_mapping": draft.vocab.digest if draft.vocab else None,
         "train": {

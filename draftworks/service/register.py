@@ -24,6 +24,7 @@ from draftworks.storage.atomic import fsync, publish_json
 from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_json
+from draftworks.storage.words import list_names
 
 FOLDER = "in_service"
 RECORD, HISTORY, LOCK = "in_service.json", "history", ".lock"
@@ -85,7 +86,7 @@ class ServiceRegister:
         if missing:
             raise StoreError(
                 f"{self.folder / HISTORY}: expected a record of each number up to {current.number}, found none of "
-                f"{', '.join(map(str, sorted(missing)[:5]))}. Restore the folder from a backup"
+                f"{list_names(sorted(missing))}. Restore the folder from a backup"
             )
         return tuple(found[number] for number in sorted(found))
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import Artifact
+from draftworks.storage.words import list_names
 
 LEAST_VERSION = 8
 """Characters of a data version that are enough to recognise it."""
@@ -37,11 +38,11 @@ def choose_name(given: str, known: Mapping[str, str | None], what: str = "draft"
     if len(found) == 1:
         return found[0]
     if found:
-        raise StoreError(f"several {what}s begin with {given}: {', '.join(found[:_SHOWN])}. Give more of it")
+        raise StoreError(f"several {what}s begin with {given}: {list_names(found, _SHOWN)}. Give more of it")
     hint = explain_data_version(given, known, what)
     if hint is not None:
         raise StoreError(hint)
-    raise StoreError(f"no {what} {given!r:.80}; there are: {', '.join([*known][:_SHOWN]) or 'none'}")
+    raise StoreError(f"no {what} {given!r:.80}; there are: {list_names(known, _SHOWN)}")
 
 
 def explain_data_version(given: str, known: Mapping[str, str | None], what: str = "draft") -> str | None:
@@ -51,6 +52,4 @@ def explain_data_version(given: str, known: Mapping[str, str | None], what: str 
     same = [name for name, version in known.items() if version is not None and version.startswith(given)]
     if not same:
         return None
-    return (
-        f"{given} is the data version of {what} {' and '.join(same[:_SHOWN])}, which goes by that name: give {same[0]}"
-    )
+    return f"{given} is the data version of {what} {list_names(same, _SHOWN, between=' and ')}, which goes by that name: give {same[0]}"

@@ -31,6 +31,7 @@ from draftworks.errors import ConfigError
 from draftworks.storage.asset_names import HELDOUT
 from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_bytes
+from draftworks.storage.words import list_names
 from draftworks.targets.entry_reading import Parsed, read_entry
 from draftworks.targets.fitted_defaults import fit_defaults
 
@@ -289,7 +290,7 @@ def _format_path(path: Path) -> str:
 
 def _suggest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=2)
-    return f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(known[:20]) or 'none'}"
+    return f"did you mean {' or '.join(close)}?" if close else f"there are: {list_names(known, 20)}"
 
 
 def _explain_name(name: str) -> str:
@@ -340,9 +341,10 @@ def resolve_training_options(target: TargetSpec, strategy: str, registry: Regist
     Raises:
         StoreError: the draft to start from is absent.
     """
-    entry = target.strategies[strategy]
+    entry, spec = target.strategies[strategy], resolve_strategy(strategy)
+    options = spec.parse_options(entry.options, f"target {target.name}")
     return {
-        "options": resolve_strategy(strategy).parse_options(entry.options, f"target {target.name}").to_identity(),
-        "training": entry.training.to_identity(),
+        "options": options.to_identity(),
+        "training": entry.training.to_identity(spec.batch_means(options)),
         "start_from": entry.start_from and read_draft_config(registry.resolve_path(entry.start_from)).weights_digest,
     }

@@ -14,6 +14,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.hub import fetch_hub_header
 from draftworks.storage.regular_files import open_regular, parse_json
+from draftworks.storage.words import list_names
 from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
 
 MAX_HEADER_BYTES = 100_000_000
@@ -156,12 +157,12 @@ class _HeaderReader(ModelFiles):
             remedy = "Copy or download the model again, all of its files"
             if beside_whole:
                 remedy = f"{WEIGHTS} has all of its tensors: remove {INDEX}"
-                remedy += f", and {_format_some([name for name in found if found[name] is not None])}" * (
+                remedy += f", and {list_names([name for name in found if found[name] is not None], _SHOWN)}" * (
                     len(absent) < len(found)
                 )
             raise StoreError(
                 f"{self.where}: {INDEX} names {len(found)} files, and {len(absent)} of them are absent: "
-                f"{_format_some(absent)}. {remedy}"
+                f"{list_names(absent, _SHOWN)}. {remedy}"
             )
         return {name: header for name, header in found.items() if header is not None}
 
@@ -213,8 +214,3 @@ def _check_extent(path: Path, header: Mapping[str, Any], nbytes: int) -> None:
 
 def _make_damage_error(path: Path, problem: str) -> StoreError:
     return StoreError(f"{path}: not a readable safetensors file: {problem}. Copy or download it again")
-
-
-def _format_some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -19,6 +19,7 @@ from draftworks.storage.atomic import cache_json
 from draftworks.storage.identity import digest
 from draftworks.storage.installed import read_version
 from draftworks.storage.regular_files import read_json
+from draftworks.storage.words import list_names
 from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
 from draftworks.targets.quantized_headers import strip_quantization
 from draftworks.targets.safetensors_headers import TensorHeader, read_model_headers
@@ -264,7 +265,7 @@ def _find_expert_gaps(tensors: Iterable[str]) -> dict[str, str]:
         if matched := _EXPERT.match(name):
             numbers.setdefault(f"{matched[1]}*{matched[3]}", set()).add(int(matched[2]))
     return {
-        name: f"absent numbers between 0 and {max(found)}: {_format_some(map(str, sorted(set(range(max(found))) - found)))}"
+        name: f"absent numbers between 0 and {max(found)}: {list_names(sorted(set(range(max(found))) - found), _SHOWN)}"
         for name, found in numbers.items()
         if found != set(range(len(found)))
     }
@@ -298,15 +299,15 @@ def _format_discrepancies(target: TargetFiles, model_class: str, found: Discrepa
         f"target {target.name}: the weights in {target.model} do not belong to its config.json ({model_class}, {layers} layers)"
     ]
     if found.missing:
-        lines.append(f"{len(found.missing)} tensors are missing: {_format_some(found.missing)}")
+        lines.append(f"{len(found.missing)} tensors are missing: {list_names(found.missing, _SHOWN)}")
     if found.unexpected:
-        lines.append(f"{len(found.unexpected)} tensors are unexpected: {_format_some(found.unexpected)}")
+        lines.append(f"{len(found.unexpected)} tensors are unexpected: {list_names(found.unexpected, _SHOWN)}")
     if found.mismatched:
         shapes = [f"{name} is {list(a)}, expected {list(b)}" for name, (a, b) in found.mismatched.items()]
-        lines.append(f"{len(found.mismatched)} tensors have another shape: {_format_some(shapes)}")
+        lines.append(f"{len(found.mismatched)} tensors have another shape: {list_names(shapes, _SHOWN)}")
     if found.broken:
         reasons = [f"{name} ({reason})" for name, reason in found.broken.items()]
-        lines.append(f"{len(found.broken)} tensors cannot be assembled: {_format_some(reasons)}")
+        lines.append(f"{len(found.broken)} tensors cannot be assembled: {list_names(reasons, _SHOWN)}")
     return "; ".join(lines) + f". {_advise(found, layers)}"
 
 
@@ -324,12 +325,6 @@ def _advise(found: Discrepancies, layers: int) -> str:
     if there and min(there) >= layers and not found.missing:
         return f"config.json says num_hidden_layers {layers}, the files have {max(there) + 1}: give the config.json of these weights"
     return "Missing weights would be random: copy or download the model again, config.json and weights of one origin"
-
-
-def _format_some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _make_verdict_key(target: TargetFiles, backend: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from draftworks.errors import ConfigError
+from draftworks.evaluation.acceptance_length import count_own_token
 from draftworks.training.history import EvalPoint, TrainPoint
 from draftworks.training.scalars import list_eval_scalars, list_train_scalars
 
@@ -56,7 +57,7 @@ class ProgressReport:
                 "step": f"{point.step}/{total_steps}",
                 "epoch": round(point.epoch, 2),
                 "loss": "none" if point.loss is None else point.loss,
-                "acc_len_rung1": point.simulated_acc_len,
+                "acceptance_length_rung1": count_own_token(point.simulated_acc_len),
                 "lr": point.lr,
                 "grad_norm": point.grad_norm,
                 "tokens/s": round(point.tokens_per_s),
@@ -68,7 +69,10 @@ class ProgressReport:
 
     def on_eval(self, point: EvalPoint) -> None:
         result = point.result
-        values: dict[str, Any] = {"step": point.step, "heldout_acc_len_rung1": result.simulated_acc_len}
+        values: dict[str, Any] = {
+            "step": point.step,
+            "heldout_acceptance_length_rung1": count_own_token(result.simulated_acc_len),
+        }
         if result.avg_loss is not None:
             values["heldout_loss"] = result.avg_loss
         self._sink({**values, "heldout_acc": result.avg_acc}, force=True)

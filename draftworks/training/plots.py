@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from draftworks.evaluation.acceptance_length import NAME, count_own_token
 from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
 from draftworks.training.history import History
 
@@ -33,10 +34,10 @@ def draw_training_figure(history: History, title: str, published_step: int | Non
     label_axes(left, title, "optimizer step", "loss (training objective)")
     _curves(
         right,
-        [(point.step, point.simulated_acc_len) for point in history.train],
-        [(point.step, point.result.simulated_acc_len) for point in history.evals],
+        [(point.step, count_own_token(point.simulated_acc_len)) for point in history.train],
+        [(point.step, count_own_token(point.result.simulated_acc_len)) for point in history.evals],
     )
-    right.set_ylim(bottom=0)
+    right.set_ylim(bottom=count_own_token(0.0))
     for session in history.sessions[1:]:
         for axes in (left, right):
             axes.axvline(session.start_step, color="0.8", linewidth=0.8, zorder=0)
@@ -44,8 +45,8 @@ def draw_training_figure(history: History, title: str, published_step: int | Non
     if published is not None:
         ring = {"marker": "o", "s": 90, "facecolors": "none", "edgecolors": COLOURS[1], "zorder": 3}
         left.scatter([published_step], [published.avg_loss], **ring)
-        right.scatter([published_step], [published.simulated_acc_len], **ring)
-    label_axes(right, "", "optimizer step", "simulated_acc_len (rung 1)")
+        right.scatter([published_step], [count_own_token(published.simulated_acc_len)], **ring)
+    label_axes(right, "", "optimizer step", f"{NAME}, simulated (rung 1)")
     return figure
 
 

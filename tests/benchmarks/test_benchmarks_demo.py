@@ -15,7 +15,7 @@ def test_the_walk_is_that_of_the_trained_draft_with_its_interval(tmp_path: Path)
     walk = {"rung": 3, "acceptance": {"micro": 1.0918, "low": 1.0, "high": 1.2}}
     drafts = {"trained": {"rungs": [{"rung": 1, "acceptance": None}, walk]}}
     (folder / "report.json").write_text(json.dumps({"drafts": drafts}))
-    assert read_walk(tmp_path, "eagle3") == "1.092 (1.000 to 1.200)"
+    assert read_walk(tmp_path, "eagle3") == "2.092 (2.000 to 2.200)"
 
 
 def test_a_copy_of_a_checkout_has_its_registry_and_no_results(tmp_path: Path) -> None:

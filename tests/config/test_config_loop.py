@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from draftworks.config.decoding import GREEDY, RULES, Decoding
 from draftworks.config.loop import LoopSpec
-from draftworks.config.registry_files import EvaluationSpec
+from draftworks.config.registry_files import INTERVALS_REVISION, EvaluationSpec
 
 BEFORE = {
     "draft_tokens": None,
@@ -19,6 +19,7 @@ BEFORE = {
     "confidence": 0.95,
     "resamples": 2000,
     "slices": ["length"],
+    "intervals": INTERVALS_REVISION,
 }
 
 

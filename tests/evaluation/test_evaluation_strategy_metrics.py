@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from draftworks.evaluation.result import EvalResult
-from draftworks.evaluation.strategy_metrics import format_rates_by_position, select_strategy_metrics
+from draftworks.evaluation.strategy_metrics import (
+    describe_strategy_metrics,
+    format_rates_by_position,
+    select_strategy_metrics,
+)
 
 LADDER = dict.fromkeys(
     ("acc_corrects", "acc_denoms", "loss_sums", "loss_denoms", "acceptance_sums", "acceptance_denoms"), (1.0, 1.0)
@@ -31,3 +35,10 @@ def test_acceptance_rates_are_a_line_each_under_the_name_that_says_over_which_po
         "unconditional_acceptance_rate": "0.500 · 0.250",
     }
     assert format_rates_by_position({}) == {}
+
+
+def test_people_are_shown_lengths_with_the_own_token_of_the_target() -> None:
+    """SpecForge's accept_len and every server's are one more than what is stored."""
+    stored = metrics(accept_len_sums=(6.0,), accept_len_denoms=(4.0,), miss_sums=(1.0,), miss_denoms=(2.0,))
+    assert select_strategy_metrics(stored) == {"accept_len": 1.5, "miss": 0.5}
+    assert describe_strategy_metrics(stored) == {"acceptance_length": 2.5, "miss": 0.5}

@@ -134,7 +134,8 @@ def test_layer_ids_count_as_the_format_does(toys: Toys, name: str, ids: list[int
     config = config_of(toys.folder / "out")
     places = [config, config.get("eagle_config", {}), config.get("dflash_config", {})]
     keys = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
-    assert [place[key] for place in places for key in keys if key in place] == [ids]
+    of_vllm = [[2, 4, 5]] if name == "sglang_eagle3" else []
+    assert [place[key] for place in places for key in keys if key in place] == [*of_vllm, ids]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -20,6 +20,7 @@ from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
 from draftworks.export.importing import import_draft
 
@@ -99,7 +100,12 @@ RELATIVES = {
     "below model": ("sglang_eagle3", renamed("midlayer.", "model.midlayer."), lambda c: None),
     "only d2t": ("sglang_eagle3", lambda t: t.pop("t2d"), lambda c: None),
     "rope of transformers 4": ("sglang_eagle3", lambda t: None, old_rope),
-    "default layers": ("sglang_eagle3", lambda t: None, lambda c: c.pop("eagle_config")),
+    "default layers": (
+        "sglang_eagle3",
+        lambda t: None,
+        lambda c: (c.pop("eagle_config"), c.pop("eagle_aux_hidden_state_layer_ids")),
+    ),
+    "layers for vLLM alone": ("sglang_eagle3", lambda t: None, lambda c: c.pop("eagle_config")),
     "default layers of speculators": (
         "speculators_eagle3",
         lambda t: None,
@@ -122,6 +128,21 @@ def test_variants_of_a_format_are_imported(toys: Toys, tmp_path: Path, name: str
     )
     expected = CanonicalDraft.load(toys.folder / FORMATS[source], toys.target)
     assert_same_draft(CanonicalDraft.load(tmp_path / "imported", toys.target), expected)
+
+
+def test_layers_that_vllm_would_take_for_others_are_named(toys: Toys):
+    """Every file of SpecForge's form with ids of its own: to vLLM they are indices of hidden_states."""
+    read, key = load_format("eagle3", "sglang_eagle3"), "eagle_aux_hidden_state_layer_ids"
+    of_sglang: Config = {"eagle_config": {key: [1, 3, 4]}}
+    for config in (of_sglang, {**of_sglang, key: [1, 3, 4]}):
+        [remark] = read.list_remarks(config, {})
+        assert "[1, 3, 4] was read as SGLang means it" in remark
+        assert "vLLM takes such ids for indices of hidden_states" in remark
+    [remark] = read.list_remarks({key: [2, 4, 5]}, {})
+    assert "[2, 4, 5] was read as vLLM means it" in remark
+    export_draft(toys.draft("eagle3"), "sglang_eagle3", toys.folder / "ours")
+    ours = json.loads((toys.folder / "ours" / "config.json").read_text())
+    assert read.list_remarks(ours, {}) == read.list_remarks({}, {}) == []
 
 
 @pytest.mark.parametrize("kind", ["anchor", "anchor_both_ways"])

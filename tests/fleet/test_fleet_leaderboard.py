@@ -129,7 +129,7 @@ def test_without_a_value_there_is_a_table_and_no_picture(fleet, tmp_path):
 def test_markdown_has_the_value_its_interval_and_what_cannot_break_the_table(motley):
     found = views.markdown(motley.standings())
     lines = [line for line in found.splitlines() if line.startswith("|")]
-    assert "2.50 (2.40–2.60)" in lines[2]
+    assert "3.50 (3.40–3.60)" in lines[2]
     assert f"| {may(1):%Y-%m-%d %H:%M} UTC" in lines[2]  # an age would be wrong when it is looked at
     assert "age" not in lines[0]
     assert len(lines) == 2 + 5
@@ -139,7 +139,7 @@ def test_markdown_has_the_value_its_interval_and_what_cannot_break_the_table(mot
 
 def test_over_one_prompt_no_interval_is_shown(fleet):
     fleet.add_measured("one", walk(1.25, prompts=1))
-    assert views.cells(fleet.standing("one"), NOW)["accepted"] == "1.25"
+    assert views.cells(fleet.standing("one"), NOW)["acceptance length τ"] == "2.25"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_command_line_prints_every_row_as_it_is(motley, border: str, monkeyp
     assert shown.exit_code == 0
     places = [shown.output.index(f"\n{border} {name} ") for name in ("top", "low", "broken", "drafted", "empty")]
     assert places == sorted(places)
-    assert "2.50 (2.40–2.60)" in shown.output
+    assert "3.50 (3.40–3.60)" in shown.output
     assert "[/c]" in shown.output
 
 

@@ -37,7 +37,11 @@ def test_the_front_matter_is_what_the_hub_reads():
     found = front_matter(CARD)
     assert found["base_model"] == "Acme/Model-8B"
     assert {"speculative-decoding", "eagle3"} <= set(found["tags"])
-    assert found["metrics"] == ["simulated_acc_len", "rung3_walk_acc_len", "rung4_loop_acc_len_t0"]
+    assert found["metrics"] == [
+        "acceptance length τ, simulated (rung 1)",
+        "acceptance length τ, walk (rung 3)",
+        "acceptance length τ, loop (rung 4), at temperature 0",
+    ]
 
 
 def test_the_page_is_the_card_without_its_front_matter():
@@ -54,15 +58,15 @@ def test_a_target_in_a_folder_is_named_and_its_place_is_not():
 
 
 def test_every_score_is_there_with_its_interval():
-    assert row(CARD, "`rung3_walk_acc_len`")[2] == "2.50 (2.25–2.85)"
-    assert row(CARD, "`rung4_loop_acc_len_t0`")[2] == "2.40 (2.10–2.60), 1.62× plain decoding"
-    assert row(CARD, "`simulated_acc_len`")[2:] == ["2.75", "0.38"]
+    assert row(CARD, "τ, walk (rung 3)")[2] == "3.50 (3.25–3.85)"
+    assert row(CARD, "τ, loop (rung 4), at temperature 0")[2] == "3.40 (3.10–3.60), 1.62× plain decoding"
+    assert row(CARD, "τ, simulated (rung 1)")[2:] == ["3.75", "1.38"]
     accuracies = [cells[1] for cells in rows(CARD) if cells[0] == "0"]
-    assert accuracies == [f"`per_position_acc_{position}`" for position in range(1, 13)]
+    assert accuracies == [f"per position acc {position}" for position in range(1, 13)]
 
 
 def test_what_only_the_strategy_counts_is_shown():
-    assert row(CARD, "held-out tau")[1] == "1.50"
+    assert row(CARD, "held-out sampled_acceptance_length")[1] == "2.50"
     assert row(CARD, "held-out confidence_error")[1] == "0.25, 0.12"
     assert "avg_acc" not in CARD
 
@@ -73,7 +77,7 @@ def test_every_measured_rung_is_explained_and_no_other():
 
 def test_over_one_prompt_no_interval_is_shown():
     once = replace(REPORT, scores=tuple(replace(s, prompts=1) if s.rung == 3 else s for s in SCORES))
-    assert row(model_card(replace(SUBJECT, reports=[once])), "`rung3_walk_acc_len`")[2] == "2.50"
+    assert row(model_card(replace(SUBJECT, reports=[once])), "τ, walk (rung 3)")[2] == "3.50"
 
 
 def test_lineage_is_there():

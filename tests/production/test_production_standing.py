@@ -110,7 +110,7 @@ def test_a_server_that_was_never_read_or_once_has_no_figure_and_a_row():
         found = assess(readings)
         assert (found.now, found.baseline, found.difference, found.walk) == (None, None, None, None)
         row = dict(zip(COLUMNS, format_row(found), strict=True))
-        assert (row["accepted now"], row["read"] == "never") == ("", not readings)
+        assert (row["τ now"], row["read"] == "never") == ("", not readings)
         assert to_json(found)["now"] is None
         assert plot_series([found], "none") is None
 
@@ -119,7 +119,7 @@ def test_the_table_says_which_draft_is_only_assumed_and_that_there_is_no_interva
     reading = Reading(0.0, None, "d1", False, "1", {}, 2.5)
     row = dict(zip(COLUMNS, format_row(assess([reading])), strict=True))
     assert row["draft"] == "d1 (in service; the server does not say)"
-    assert row["accepted now"] == "1.500 (gauge, no interval)"
+    assert row["τ now"] == "2.500 (gauge, no interval)"
 
 
 @pytest.mark.usefixtures("pictures")

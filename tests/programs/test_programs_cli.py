@@ -61,7 +61,7 @@ def test_figures_that_a_strategy_has_alone_stand_beside_their_names():
     shown = io.StringIO()
     Console(file=shown, width=100).print(build_strategy_metrics_table("dspark", draft))
     lines = [line.replace("│", " ").split() for line in shown.getvalue().splitlines()]
-    assert ["tau", "0.250"] in lines
+    assert ["sampled_acceptance_length", "1.250"] in lines
     assert ["confidence_error", "0.125", "0.500"] in lines
     assert not any("avg_acc" in line for line in lines)
     assert "rejection at temperature 1 (SGLang 0.5.23)" in " ".join(shown.getvalue().split())

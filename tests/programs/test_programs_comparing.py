@@ -82,7 +82,7 @@ def test_a_table_that_is_wider_than_the_terminal_is_a_list_with_the_same_values(
     wide, narrow = render_markdown(found), render_markdown(found, width=80)
     assert render_markdown(found, width=1000) == wide
     assert max(len(line) for line in narrow.splitlines() if line.startswith(("|", "*", "  *"))) <= 80
-    assert "* eval set: heldout\n  * A, all its prompts: 2.000" in narrow
+    assert "* eval set: heldout\n  * A, all its prompts: 3.000" in narrow
     cells = {cell.strip() for line in wide.splitlines() if line.startswith("|") for cell in line.split("|")}
     assert all(cell in narrow for cell in cells if not cell.startswith(":-"))
 

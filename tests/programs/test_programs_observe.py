@@ -46,7 +46,7 @@ def test_each_reading_adds_to_the_series_and_the_table_shows_what_was_accepted_s
     assert (found[0]["now"]["value"], found[0]["now"]["passes"], found[0]["draft"]) == (3.0, 10, "drafts/a")
     assert found[1]["now"]["value"] is None
     table = call(site, "--no-read")
-    assert "3.000 (no interval)" in table.output
+    assert "4.000 (no interval)" in table.output
     assert "rung 6" in table.output
     assert json.loads(call(site, "--json", "--no-read").stdout)["servers"] == [{**one, "remarks": []} for one in found]
 

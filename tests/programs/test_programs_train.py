@@ -180,7 +180,7 @@ def test_evaluations_and_the_last_step_are_shown_however_fast_they_come(
     train(files.train_run(), ProgramContext())
     out = capsys.readouterr().out
     assert "step=8/8" in out
-    assert out.count("heldout_acc_len_rung1=") == 2
+    assert out.count("heldout_acceptance_length_rung1=") == 2
 
 
 def test_short_training_has_two_losses(files: RunFiles) -> None:

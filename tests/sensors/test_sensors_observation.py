@@ -51,7 +51,7 @@ def test_each_tick_reads_and_the_first_of_an_hour_records_an_event(site: Observe
     state["reported"] = {key: value - 3601 for key, value in state["reported"].items()}
     pages.pages = vllm_pages(9, 9)
     [event] = tick(site, json.dumps(state)).asset_events
-    assert event.metadata["accepted_per_pass_front"].value == 1.0
+    assert event.metadata["acceptance_length_front"].value == 2.0
 
 
 def test_a_dead_server_and_a_broken_entry_stop_no_tick(site: ObservedSite, pages: Pages):

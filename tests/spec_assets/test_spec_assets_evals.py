@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import dagster as dg
@@ -43,6 +44,8 @@ def test_a_named_eval_set_goes_from_its_file_to_the_report(finished_site, tmp_pa
     assert set(report.summary["evals"]) == {"heldout", "extra"}
     metadata = shown(result, "eagle3_report")
     assert "extra" in metadata["report_extra"].value
+    judged = {(check.asset_key.to_user_string(), check.check_name) for check in result.get_asset_check_evaluations()}
+    assert {("heldout_responses", "answers_finished"), ("extra_responses", "answers_finished")} <= judged
     assert all(
         score.value is not None for score in ReportSummary.load(report.path / "extra").select_scores("trained", 3)
     )
@@ -55,6 +58,22 @@ def test_a_named_eval_set_goes_from_its_file_to_the_report(finished_site, tmp_pa
     again = site.run("everything")
     assert shown(again, "eagle3_report")["cache"].value == "hit"
     assert shown(again, "extra_eval_features")["eval_cache"].value == "hit"
+
+
+@pytest.mark.parametrize("gate", ["warn", "error"])
+def test_answers_of_an_eval_set_that_are_mostly_cut_are_told(finished_site, tmp_path, gate):
+    """Benchmarks ask for long answers: what is measured on is then their beginnings."""
+    site = with_extra_set(finished_site.copy(tmp_path))
+    text = site.target_file.read_text() + f"gates: {{answers_finished: {gate}}}\n"
+    site.target_file.write_text(re.sub(r"max_new_tokens: \d+", "max_new_tokens: 4", text))
+    of_set = [dg.AssetKey(f"extra_{part}") for part in ("set", "responses", "eval_features")]
+    result = site.run("prepare", asset_selection=of_set)
+    judged = {check.asset_key.to_user_string(): check for check in result.get_asset_check_evaluations()}
+    found = judged["extra_responses"]
+    assert not found.passed
+    assert "of 8 answers were cut off by responses.max_new_tokens (4)" in found.description
+    made = {event.asset_key.to_user_string() for event in result.get_asset_materialization_events()}
+    assert ("extra_eval_features" in made) == (gate == "warn")
 
 
 def test_an_eval_set_that_a_target_does_not_list_yields_nothing_for_it(finished_site, tmp_path):

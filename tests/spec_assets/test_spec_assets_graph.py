@@ -11,6 +11,8 @@ import pytest
 import warm_starts
 from waiting import meanwhile, wait_until
 
+from draftworks.data.tokenized import TokenizedSet
+from draftworks.data.vocab import VocabMapping
 from draftworks.export.names import GATE_MEANINGS
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.lease import LeasePath
@@ -60,7 +62,7 @@ def test_one_run_goes_from_conversations_to_a_measured_draft(finished):
     assert set(found) == MADE | INPUTS | OF_ALL_TARGETS
     assert cache_states(finished.result) == {"built"}
     assert "![acceptance" in found["eagle3_report"].metadata["acceptance"].value
-    assert "rung3_walk_acc_len" in found["eagle3_report"].metadata["report"].value
+    assert "walk (rung 3)" in found["eagle3_report"].metadata["report"].value
     assert found["heldout_eval_features"].metadata["eval_cache"].value == "produced"
     assert found["eagle3_draft"].metadata["world_size"].value == 2
 
@@ -68,7 +70,7 @@ def test_one_run_goes_from_conversations_to_a_measured_draft(finished):
 def test_the_run_ends_with_a_leaderboard_that_has_its_report(finished):
     found = materialized(finished.result)["leaderboard"]
     assert found.partition is None
-    assert "rung3_walk_acc_len, heldout" in found.metadata["leaderboard"].value
+    assert "walk (rung 3), heldout" in found.metadata["leaderboard"].value
     assert [found.metadata[name].value for name in ("dagster/row_count", "stale", "without_a_report")] == [1, 0, 0]
     table = pq.read_table(finished.site.var / "leaderboard" / "leaderboard.parquet").to_pylist()
     assert [(row["target"], row["strategy"]) for row in table] == [("small", "eagle3")]
@@ -135,6 +137,20 @@ def test_an_asset_depends_on_what_it_reads_directly_and_on_nothing_else(finished
     graph = finished.site.definitions().resolve_asset_graph()
     parents = {key.to_user_string() for key in graph.get(dg.AssetKey(name)).parent_keys}
     assert parents == finished.reads[name] | {OWN_RECIPE.get(name, "recipe")}
+
+
+def test_the_vocabulary_says_what_it_has_of_held_out_labels(finished):
+    """Its share of the labels that it was made from is no such cap; here it is counted apart from the asset."""
+    artifacts = ArtifactStore(finished.site.var)
+    made = artifacts.load_current("vocab_mapping", "small")
+    kept = set(VocabMapping.load(made.path / "vocab.safetensors").target_ids.tolist())
+    rows = TokenizedSet.open(artifacts.load_current("heldout_responses", "small").path / "tokens")
+    labels = [int(token) for row in rows for token in row.input_ids[row.loss_mask]]
+    share = sum(token in kept for token in labels) / len(labels)
+    assert made.summary["heldout_coverage"] == pytest.approx(share)
+    assert share < made.summary["coverage"]
+    shown = materialized(finished.result)["vocab_mapping"].metadata["heldout_coverage"].value
+    assert shown == pytest.approx(share, abs=1e-4)
 
 
 def test_everything_in_the_graph_is_described(finished):

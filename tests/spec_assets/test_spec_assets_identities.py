@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from draftworks.config.registry_files import CaptureSpec, DataSpec, ResponseSpec, TargetSpec, TrainingSpec
 from draftworks.config.run_files import FeatureSet, TargetFiles
-from draftworks.config.strategies import resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import EvalData
 from draftworks.targets.registry import Registry
@@ -90,6 +91,34 @@ def test_every_input_of_a_draft_is_part_of_its_identity(tiny_target: TargetFiles
     ]
     found = [replace(inputs, **change).to_identity(eagle3) for change in [{}, *changes]]
     assert all(found.count(each) == 1 for each in found)
+
+
+@pytest.mark.parametrize("name", list_strategies())
+def test_the_cut_of_a_batch_identifies_a_draft_where_its_loss_is_a_mean_over_it(
+    tiny_target: TargetFiles, name: str
+) -> None:
+    """Under every `loss` that a strategy has: with EAGLE-3's and P-EAGLE's of SpecForge, and with no other."""
+    strategy = resolve_strategy(name)
+    field = strategy.options.model_fields.get("loss")
+    for loss in (None,) if field is None else typing.get_args(field.annotation):
+        cuts = [
+            DraftInputs(
+                files=tiny_target,
+                options={} if loss is None else {"loss": loss},
+                training=TrainingSpec(global_batch_size=8, micro_batch_size=micro, processes=processes),
+                train_tokens=artifact("tokenized_train"),
+                train_features=artifact("training_features"),
+                heldout=FeatureSet(tokens=Path("a"), features=Path("b")),
+                feature_versions={"hf2": "a"},
+                heldout_data=EvalData("a", {"hf2": "a"}),
+                vocab_mapping=None,
+                start_from=None,
+            ).to_identity(strategy)
+            for micro, processes in ((1, 1), (4, 1), (4, 2))
+        ]
+        by_cut = (name, loss) in {("eagle3", "specforge"), ("peagle", "specforge")}
+        assert (cuts[0] != cuts[1]) is by_cut
+        assert cuts[1] == cuts[2]
 
 
 def test_results_of_a_run_are_identified_by_what_the_run_made_them_of(finished_site) -> None:

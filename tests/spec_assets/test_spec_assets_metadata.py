@@ -47,7 +47,10 @@ def test_a_path_begins_at_the_folder_of_results():
 
 def test_rungs_that_were_measured_are_figures_of_their_own():
     metrics = {"eval/simulated_acc_len": 1.2, "eval/rung3_walk_acc_len": 1.1, "eval/rung4_loop_t0_acc_len": None}
-    assert select_acceptance(metrics, "_code") == {"simulated_acc_len_code": 1.2, "walk_acc_len_code": 1.1}
+    assert select_acceptance(metrics, "_code") == {
+        "simulated_acceptance_length_code": 2.2,
+        "walk_acceptance_length_code": 2.1,
+    }
 
 
 def test_acceptance_above_temperature_0_stands_beside_its_rule_and_servers():

@@ -67,10 +67,10 @@ def test_each_run_is_a_reading_with_a_table_and_figures_and_then_a_plot(site: Ob
     pages[0].pages = sglang_pages(20, 50, 4)
     [event] = run(site).get_asset_materialization_events()
     found = {key: value.value for key, value in event.materialization.metadata.items()}
-    assert found["accepted_per_pass_a"] == 3.0
+    assert found["acceptance_length_a"] == 4.0
     assert "| a " in found["servers"]
     assert "rung 6" in found["servers"]
-    assert found["series"].startswith("![accepted per pass](data:image/png")
+    assert found["series"].startswith("![acceptance length τ](data:image/png")
     assert [len(one.readings) for one in site.open().recall()] == [2, 2]
 
 

@@ -122,7 +122,7 @@ def test_a_canary_stands_beside_the_draft_with_the_figures_of_both(site: Service
     second = site.publish("b", 1.1)
     found = read_metadata(run(site, "promote_eagle3", action="promote", canary=0.2))
     assert (found["canary"], found["canary_share"]) == (second, 0.2)
-    assert "| 1.100 | 1.000 | 0.100 |" in " ".join(found["figures"].split())
+    assert "| 2.100 | 2.000 | +0.100 |" in " ".join(found["figures"].split())
 
 
 @pytest.mark.parametrize(("code", "state"), [("raise SystemExit(1)", "promoted"), ("", "confirmed")])

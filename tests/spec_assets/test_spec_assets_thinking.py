@@ -34,7 +34,9 @@ def test_one_draft_is_trained_on_both_kinds_measured_on_both_and_compared_with_d
         measured = json.loads((report.path / "heldout" / "report.json").read_text())["thinking"]
         assert measured["on"]["prompts"] == measured["off"]["prompts"] >= measured["difference"]["prompts"] > 0
         (page,) = result.asset_materializations_for_node("eagle3_report")
-        assert page.metadata["walk_acc_len_thinking_on"].value == pytest.approx(measured["on"]["micro"], abs=1e-4)
+        assert page.metadata["walk_acceptance_length_thinking_on"].value == pytest.approx(
+            1 + measured["on"]["micro"], abs=1e-3
+        )
         assert "asked both ways" in page.metadata["report"].value
 
         compared = site.run("compare_thinking", instance=instance)
@@ -57,5 +59,5 @@ def test_one_draft_is_trained_on_both_kinds_measured_on_both_and_compared_with_d
     ]
     assert not list(made.path.rglob("*.safetensors"))  # drafts are not kept
     tables = describe_comparison(made)
-    assert "mixed" in tables["accepted"].value
+    assert "mixed" in tables["acceptance_length"].value
     assert "compared with" in tables["lost"].value

@@ -93,7 +93,7 @@ def nudge(tensors: Tensors) -> None:
 
 def layer_ids(config: Config) -> list[int]:
     """Return the config's list of layer ids itself, which tests change in place."""
-    places = (config, config.get("eagle_config", {}), config.get("dflash_config", {}))
+    places = (config.get("eagle_config", {}), config, config.get("dflash_config", {}))
     keys = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
     return next(place[key] for place in places for key in keys if key in place)
 

@@ -15,8 +15,10 @@ from training_toys import eval_loader, train_loader
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.data.vocab import build_vocab_mapping
+from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies.eagle3.options import Eagle3Options
+from draftworks.storage.identity import digest
+from draftworks.strategies.eagle3.options import EAGLE3, Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 from draftworks.training.history import History
 from draftworks.training.trainer import Trainer
@@ -134,3 +136,32 @@ def test_specforge_mode_averages_micro_batches() -> None:
     fresh = eagle3(loss="specforge")
     losses = [fresh.forward_loss(batch, trainer.controller._context()).loss_sum.item() for batch in batches]
     assert trainer.fit().train[0].loss == pytest.approx(sum(losses) / 4, rel=1e-6)
+
+
+CUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (1, 8)]
+"""Samples of a micro-batch, ranks."""
+
+
+def find_step_loss(micro: int, world: int, **options: Any) -> float:
+    """The loss of the first optimizer step, whose gradient the trainer takes: sums of all micro-batches, divided once."""
+    strategy, samples = eagle3(**options), ragged(GLOBAL, seed=1)
+    batches = [batch for rank in range(world) for batch in train_loader(strategy, samples, micro, GLOBAL, rank, world)]
+    context = StepContext(training=True)
+    found = [strategy.forward_loss(batch, context) for batch in batches]
+    return float(sum(each.loss_sum for each in found) / sum(each.loss_weight for each in found))
+
+
+@pytest.mark.parametrize("objective", ["ce", "lk_alpha", "lk_lambda"])
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+def test_two_cuts_of_a_batch_have_one_identity_where_they_give_one_loss(loss: str, objective: str) -> None:
+    """Else another cut would be a hit of a draft that was trained otherwise, or a needless training."""
+    options = {"loss": loss, "objective": objective}
+    batch_means = EAGLE3.batch_means(Eagle3Options(**options))
+    losses: dict[str, set[float]] = {}
+    for micro, world in CUTS:
+        spec = SPEC.model_copy(update={"micro_batch_size": micro, "processes": world})
+        of = losses.setdefault(digest(spec.to_identity(batch_means)), set())
+        of.add(round(find_step_loss(micro, world, **options), 4))
+    assert all(len(found) == 1 for found in losses.values())
+    assert len(set.union(*losses.values())) == len(losses)
+    assert len(losses) == (3 if loss == "specforge" else 1)

@@ -69,7 +69,7 @@ def test_first_and_last_loss_differ_from_two_points_on() -> None:
 
 def test_plot_claims_no_unit_for_a_loss_only_the_strategy_knows(history: History) -> None:
     labels = [axes.get_ylabel() for axes in draw_training_figure(history, "").axes]
-    assert labels == ["loss (training objective)", "simulated_acc_len (rung 1)"]
+    assert labels == ["loss (training objective)", "acceptance length τ, simulated (rung 1)"]
 
 
 @pytest.mark.usefixtures("pictures")

@@ -127,6 +127,8 @@ def publish_answers(
     require_enough(run, missing.rejected, len(ids))
     for each in missing.rejected[:MAX_LOGGED_REJECTIONS]:
         log.warning("conversation %s has no answer: %s", each.sample_id, each.reason)
+    if len(missing.rejected) > MAX_LOGGED_REJECTIONS:
+        log.warning("and %d more have no answer", len(missing.rejected) - MAX_LOGGED_REJECTIONS)
     conversations = (build_conversation(answers[each.id], each) for each in _iterate_answered(run, missing))
     write_conversations(run.out / CONVERSATIONS, conversations, {"dropped": len(missing.rejected)})
     rows = (

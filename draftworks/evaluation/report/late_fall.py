@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftworks.evaluation.acceptance_length import SYMBOL, format_length
 from draftworks.evaluation.ladder.positions import PromptsByPosition, describe_range
 from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
 from draftworks.evaluation.ladder.statistics import Interval, Resampling, select_measured, unpaired_difference
@@ -33,8 +34,8 @@ class LateFall:
     def describe(self) -> str:
         """Return a sentence on the fall and what helps."""
         return (
-            f"**Late in the text the draft accepts less:** {self.after:.2f} at {describe_range(self.late)}, {self.before:.2f} at "
-            f"{describe_range(self.first)} ({self.interval.low:+.2f} to {self.interval.high:+.2f}). Train it on samples as long "
+            f"**Late in the text the draft accepts less:** {SYMBOL} {format_length(self.after)} at {describe_range(self.late)}, "
+            f"{format_length(self.before)} at {describe_range(self.first)} (95% interval of the difference {self.interval.low:+.2f} to {self.interval.high:+.2f}). Train it on samples as long "
             "as what is served (`data.max_length`), or with a `sliding_window`."
         )
 

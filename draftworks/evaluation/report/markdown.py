@@ -8,10 +8,20 @@ from typing import Any
 
 from draftworks.config.decoding import GREEDY
 from draftworks.config.server_rules import describe_servers
+from draftworks.evaluation.acceptance_length import (
+    NAME,
+    NOTE,
+    STORED_NOTE,
+    SYMBOL,
+    format_change,
+    format_interval,
+    format_length,
+    name_metric,
+)
 from draftworks.evaluation.labels import NEAR_TIE, Exactness, LabelCounts
 from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
-from draftworks.evaluation.ladder.prompt_acceptance import sum_histograms
+from draftworks.evaluation.ladder.prompt_acceptance import micro_mean, sum_histograms
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.findings import WALK, Finding
 from draftworks.evaluation.report.late_fall import find_late_fall
@@ -19,10 +29,10 @@ from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.report import NOT_MEASURED, Report
 from draftworks.evaluation.report.sampled import RATES_RULE, describe_contexts, describe_rules
 from draftworks.evaluation.report.slices import POSITION
-from draftworks.evaluation.report.summary import DIFFERENCES, TRAINED
+from draftworks.evaluation.report.summary import DIFFERENCES, SLICES, TRAINED
 from draftworks.evaluation.report.tables import select_slices_to_show
 
-LENGTHS_NOTE = "Lengths count draft tokens; tokens per pass count the target's own token too. Intervals are by bootstrap over prompts."
+LENGTHS_NOTE = f"{NOTE} {STORED_NOTE} Intervals are by bootstrap over prompts."
 
 VOCABULARY_NOTE = (
     "The first of these rates and the loss look at those only, so both get better as the vocabulary gets smaller: between "
@@ -55,13 +65,11 @@ def render_report(report: Report) -> str:
 def _render_headline(report: Report) -> str:
     title = f"**{report.strategy}** draft of **{report.target}** on `{report.eval_set}`"
     found = report.headline
-    acceptance = found.acceptance
+    acceptance, length = found.acceptance, f"{NAME} **{format_length(found.value)}**, {name_metric(found.metric)}"
     if acceptance is None:
-        return f"{title}: `{found.metric}` **{_format_number(found.value)}** (rung {found.rung})"
-    length = f"**{_format_number(found.value)}** draft tokens accepted per pass of the target"
-    interval = f"{acceptance.confidence:.0%} interval {_format_interval(acceptance)}, `{found.metric}`"
-    per_pass = f"{_format_number(acceptance.tokens_per_pass)} tokens per pass"
-    return ", ".join([f"{title}: {length} ({interval})", per_pass, *_format_speed_ups(report)])
+        return f"{title}: {length}"
+    interval = f"{acceptance.confidence:.0%} interval {_format_interval(acceptance)}"
+    return ", ".join([f"{title}: {length}, {interval}", *_format_speed_ups(report)])
 
 
 def _format_speed_ups(report: Report) -> list[str]:
@@ -80,9 +88,10 @@ def _render_comparisons(report: Report) -> str:
     parts = []
     for comparison in report.comparisons:
         paired = comparison.paired
-        interval = f"{paired.interval.low:+.2f} to {paired.interval.high:+.2f}"
-        parts.append(f"{paired.difference:+.2f} ({interval}) against {comparison.other}")
-    return f"On the walk, prompt by prompt: {'; '.join(parts)}." if parts else ""
+        parts.append(
+            f"{format_change(paired.difference, paired.interval.low, paired.interval.high, 2)} against {comparison.other}"
+        )
+    return f"Difference of {SYMBOL} on the walk, prompt by prompt: {'; '.join(parts)}." if parts else ""
 
 
 def _table(rows: Iterable[Mapping[str, str]]) -> str:
@@ -100,6 +109,11 @@ def _describe_rule(found: Finding, before: str) -> str:
     return "" if found.rule is None else f"{before}{found.rule} as {found.servers}"
 
 
+def _describe_servers(found: Finding) -> str:
+    """Return the servers whose rule a number above temperature 0 is by; else an empty text."""
+    return "" if found.rule is None else f" as {found.servers}"
+
+
 def _render_rungs(report: Report) -> str:
     """Return a table with a row per draft and a column per number."""
     return _table([_draft_row(name, report.findings) for name in report.drafts])
@@ -111,11 +125,9 @@ def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
     row = {"draft": draft, "accuracy % by position (rung 0)": accuracies}
     for each in found:
         if each.rung == 1:
-            row[f"{each.metric} (rung 1{_describe_rule(each, '; ')})"] = _format_number(each.value)
+            row[f"{_title(each.metric)}{_describe_servers(each)}"] = format_length(each.value)
         if each.rung > 1:
-            row[f"{each.metric}{_describe_rule(each, '; ')}"] = _format_length(each)
-        if each.metric == WALK and each.value is not None and each.acceptance is not None:
-            row["tokens per pass (walk)"] = _format_number(each.acceptance.tokens_per_pass)
+            row[f"{_title(each.metric)}{_describe_servers(each)}"] = _format_length(each)
         if each.rung == 4:
             row[f"speed-up ({_describe_decoding(each)})"] = _format_speed_up(each.speed_up)
     return row
@@ -132,6 +144,11 @@ def _render_rules(report: Report) -> str:
     )
     lines = "\n".join(f"* {line}" for line in rules)
     return "\n\n".join(part for part in (f"Above temperature 0 a metric names its rule.\n\n{lines}", contexts) if part)
+
+
+def _title(metric: str) -> str:
+    """Return the heading of a column of acceptance lengths."""
+    return f"{SYMBOL}, {name_metric(metric)}"
 
 
 def _render_rates(report: Report) -> str:
@@ -223,14 +240,14 @@ def _render_thinking(report: Report) -> str:
     if found is None:
         return ""
     paired = found.paired
-    difference = f"{paired.difference:+.2f} ({paired.interval.low:+.2f} to {paired.interval.high:+.2f})"
+    difference = format_change(paired.difference, paired.interval.low, paired.interval.high, 2)
     measured = (("on", found.on), ("off", found.off))
     rows = [
         {
             "thinking": way,
             "prompts": f"{one.prompts:,}",
             "passes": f"{one.passes:,}",
-            f"{WALK}, {TRAINED}": _format_with_interval(one.micro, one),
+            f"{_title(WALK)}, {TRAINED}": _format_with_interval(one.micro, one),
         }
         for way, one in measured
     ]
@@ -242,8 +259,12 @@ def _render_thinking(report: Report) -> str:
 
 def _render_slices(report: Report) -> str:
     """Return the walk by columns of the eval data, and by place in the text, where there is more than one slice."""
-    shown = select_slices_to_show(report.walk_slices)
-    parts = [_table([_slice_row(one) for one in shown.itertuples()]), _render_absent_columns(report)]
+    shown, left_out = select_slices_to_show(report.walk_slices)
+    parts = [_table([_slice_row(one) for one in shown.itertuples()])]
+    parts += [
+        f"The largest slices by `{column}`, and {count:,} more in `{SLICES}`." for column, count in left_out.items()
+    ]
+    parts.append(_render_absent_columns(report))
     if POSITION in set(shown["column"]):
         parts.append(POSITION_NOTE)
         fall = find_late_fall(report.drafts[TRAINED].walk_by_position, report.resampling)
@@ -264,7 +285,7 @@ def _slice_row(one: Any) -> dict[str, str]:
         "value": one.value,
         "prompts": f"{one.prompts:,}",
         "passes": f"{one.passes:,}",
-        f"{WALK}, {TRAINED}": _format_with_interval(one.micro, one) if one.passes else "none",
+        f"{_title(WALK)}, {TRAINED}": _format_with_interval(one.micro, one) if one.passes else "none",
     }
 
 
@@ -276,7 +297,7 @@ def _render_histogram(report: Report) -> str:
         if any(counts):
             shares = {str(length): f"{100 * count / sum(counts):.0f}" for length, count in enumerate(counts)}
             nothing = {str(length): "0" for length in range(report.draft_tokens + 1)}
-            rows.append({"% of passes of the walk that accepted": name, **nothing, **shares})
+            rows.append({"% of passes of the walk by draft tokens accepted": name, **nothing, **shares})
     return _table(rows)
 
 
@@ -288,20 +309,17 @@ def _render_meanings(report: Report) -> str:
 
 
 def _format_length(found: Finding) -> str:
-    return "none" if found.value is None else _format_with_interval(found.value, found.acceptance)
+    return format_length(None) if found.value is None else _format_with_interval(found.value, found.acceptance)
 
 
 def _format_with_interval(value: float | None, measured: Any) -> str:
     """Format a value with its interval. Over one prompt it is left out: a width of 0 would look like certainty."""
-    return _format_number(value) if measured.prompts == 1 else f"{_format_number(value)} ({_format_interval(measured)})"
+    interval = "" if value is None or measured.prompts == 1 else f" ({_format_interval(measured)})"
+    return f"{format_length(value)}{interval}"
 
 
 def _format_interval(measured: Any) -> str:
-    return f"{_format_number(measured.low)}–{_format_number(measured.high)}"
-
-
-def _format_number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.2f}"
+    return format_interval(measured.low, measured.high, between="–")
 
 
 def _format_speed_up(speed_up: float | None) -> str:
@@ -316,8 +334,26 @@ def _format_share(share: float) -> str:
 def render_loops(drafts: Mapping[str, DraftMeasurement]) -> str:
     """Return when rung 4 was timed and where it differs from the walk; empty if it was not measured."""
     loops = [loop for measured in drafts.values() for loop in measured.loops if loop.prompts]
-    parts = [_render_timing(loops), *(_render_differences(loop) for loop in loops if loop.differences is not None)]
+    parts = [
+        _render_loop_prompts(drafts),
+        _render_timing(loops),
+        *(_render_differences(loop) for loop in loops if loop.differences is not None),
+    ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _render_loop_prompts(drafts: Mapping[str, DraftMeasurement]) -> str:
+    """Return what the walk is on the prompts that a greedy loop decoded, where these are not all: only so they compare."""
+    parts = []
+    for name, measured in drafts.items():
+        decoded = {prompt.sample_id for loop in measured.loops if not loop.decoding.temperature for prompt in loop.prompts}
+        same = [prompt for prompt in measured.walk if prompt.sample_id in decoded]
+        if same and len(same) < len(measured.walk):
+            parts.append(
+                f"The greedy loop decoded {len(same):,} of the {len(measured.walk):,} prompts; on these the walk of `{name}` has "
+                f"{SYMBOL} {format_length(micro_mean(same))}."
+            )
+    return " ".join(parts)
 
 
 def _render_timing(loops: Iterable[LoopMeasurement]) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
+from draftworks.evaluation.acceptance_length import NAME, SYMBOL, count_own_token, format_length, name_metric
 from draftworks.evaluation.ladder.prompt_acceptance import sum_histograms
+from draftworks.evaluation.report.findings import SIMULATED, WALK
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +25,7 @@ Style: TypeAlias = tuple[str, str]  # colour, marker
 
 
 def plot_acceptance(drafts: Mapping[str, DraftMeasurement], draft_tokens: int, title: str) -> bytes:
-    """Plot the teacher-forced accuracy by draft position, and the accepted tokens per pass of the walk, if measured."""
+    """Plot the teacher-forced accuracy by draft position, and the passes of the walk by accepted tokens, if measured."""
     walked = {name: counts for name, measured in drafts.items() if any(counts := sum_histograms(measured.walk))}
     styles = dict(zip(drafts, cycle(zip(COLOURS, MARKERS))))
     figure = make_figure(10.4 if walked else 6.4, 3.8)
@@ -42,14 +44,15 @@ def plot_slices(slices: pd.DataFrame, title: str) -> bytes:
     rows = range(len(measured))
     figure = make_figure(6.4, 1.4 + 0.26 * len(measured))
     axes = figure.add_subplot()
-    axes.hlines(rows, measured["low"], measured["high"], color=COLOURS[0], alpha=0.5)
-    axes.plot(measured["micro"], rows, color=COLOURS[0], marker=MARKERS[0], linestyle="")
+    low, middle, high = ([count_own_token(each) for each in measured[name]] for name in ("low", "micro", "high"))
+    axes.hlines(rows, low, high, color=COLOURS[0], alpha=0.5)
+    axes.plot(middle, rows, color=COLOURS[0], marker=MARKERS[0], linestyle="")
     columns = (measured["column"], measured["value"], measured["prompts"])
     names = [f"{column} = {value:.30}  (n = {prompts:,})" for column, value, prompts in zip(*columns, strict=True)]
     axes.set_yticks(rows, [name.replace("$", r"\$") for name in names])  # a dollar would start a formula
     axes.set_ylim(len(measured) - 0.5, -0.5)
-    axes.set_xlim(0, max(1.05 * max(measured["high"], default=0.0), 0.1))
-    label_axes(axes, title, "rung3_walk_acc_len (draft tokens per pass)", "")
+    axes.set_xlim(count_own_token(0.0), max(1.05 * max(high, default=0.0), 1.1))
+    label_axes(axes, title, f"{NAME}, {name_metric(WALK)}", "")
     return render_png(figure)
 
 
@@ -57,11 +60,11 @@ def _draw_accuracies(axes: Axes, results: Mapping[str, EvalResult], styles: Mapp
     for name, result in results.items():
         colour, marker = styles[name]
         percents = [100 * accuracy for accuracy in result.per_position_acc]
-        text = f"{name} ({result.simulated_acc_len:.2f})"
+        text = f"{name} ({format_length(result.simulated_acc_len)})"
         axes.plot(range(1, len(percents) + 1), percents, color=colour, marker=marker, label=text)
     axes.set_xticks(range(1, 1 + max((len(result.correct) for result in results.values()), default=0)))
     axes.set_ylim(bottom=0)
-    axes.legend(title="draft (simulated_acc_len, rung 1)", frameon=False)
+    axes.legend(title=f"draft ({SYMBOL}, {name_metric(SIMULATED)})", frameon=False)
 
 
 def _draw_accepted_lengths(
@@ -74,9 +77,9 @@ def _draw_accepted_lengths(
         mean = sum(length * count for length, count in enumerate(counts)) / passes
         places = [length + (index - (len(walked) - 1) / 2) * width for length in range(len(counts))]
         heights = [100 * count / passes for count in counts]
-        axes.bar(places, heights, width, color=styles[name][0], label=f"{name} ({mean:.2f})")
+        axes.bar(places, heights, width, color=styles[name][0], label=f"{name} ({format_length(mean)})")
     axes.set_xticks(range(max(draft_tokens + 1, *map(len, walked.values()))))
-    axes.legend(title="draft (rung3_walk_acc_len)", frameon=False)
+    axes.legend(title=f"draft ({SYMBOL}, {name_metric(WALK)})", frameon=False)
 
 
 def make_figure(width: float, height: float) -> Figure:

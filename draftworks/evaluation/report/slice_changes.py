@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from draftworks.data.slice_columns import SLICE_COLUMNS
 from draftworks.data.slice_weights import DEFAULT_MAX_WEIGHT, SlicePlan, SliceWeight, compute_weight
 from draftworks.errors import DataError
+from draftworks.evaluation.acceptance_length import SYMBOL, format_change, format_length
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import (
     Interval,
@@ -87,9 +88,9 @@ class SliceChange:
         difference, interval = self.difference, self.interval
         figures = ("", "", "", "")
         if difference is not None and interval is not None:
-            change = f"{difference:+.2f} ({interval.low:+.2f} to {interval.high:+.2f})"
-            figures = (f"{self.before:.2f}", f"{self.after:.2f}", change, str(self.compared))
-        names = ("before", "now", "difference", "compared")
+            change = format_change(difference, interval.low, interval.high, 2)
+            figures = (format_length(self.before), format_length(self.after), change, str(self.compared))
+        names = (f"{SYMBOL} before", f"{SYMBOL} now", "difference", "compared")
         about = {"slice by": self.column, "value": self.value, "prompts": f"{self.prompts:,}"}
         return {**about, **dict(zip(names, figures)), "verdict": self.verdict}
 

@@ -207,7 +207,7 @@ class ReportSummary:
         """Rung 1 of the trained draft, greedy; every report has it."""
         [score] = (score for score in self.select_scores(TRAINED, 1) if not score.temperature)
         if score.value is None:
-            raise StoreError(f"a report without {score.metric} of the trained draft. {EVALUATE_AGAIN}")
+            raise StoreError(f"a report without rung 1 of the trained draft. {EVALUATE_AGAIN}")
         return score.value
 
     def select_scores(self, draft: str, rung: int) -> tuple[RungScore, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -97,13 +97,24 @@ def build_differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
     return pa.Table.from_pylist(rows, DIFFERENCES_SCHEMA)
 
 
-def select_slices_to_show(slices: pd.DataFrame) -> pd.DataFrame:
-    """Return the slices of columns with more than one slice; of a column with many, the largest."""
+class ShownSlices(NamedTuple):
+    """Slices that a page shows: those of columns with more than one; of a column with many, the largest.
+
+    `left_out`: how many more a column has, which are in the file only.
+    """
+
+    slices: pd.DataFrame
+    left_out: dict[str, int]
+
+
+def select_slices_to_show(slices: pd.DataFrame) -> ShownSlices:
+    """Return the slices for a page, and how many of each column it leaves out."""
     sizes = Counter(slices["column"])
     several = slices.loc[[sizes[column] > 1 for column in slices["column"]]]
     by_size = several.sort_values(by="prompts", ascending=False, kind="stable")
     largest = by_size.groupby("column").head(MAX_SLICES_PER_COLUMN)
-    return several.loc[sorted(largest.index)]
+    left_out = {column: size - MAX_SLICES_PER_COLUMN for column, size in sizes.items() if size > MAX_SLICES_PER_COLUMN}
+    return ShownSlices(several.loc[sorted(largest.index)], left_out)
 
 
 def read_prompts(path: Path) -> PromptsByRung:

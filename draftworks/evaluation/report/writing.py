@@ -48,9 +48,9 @@ def save_report(report: Report, folder: Path) -> None:
 
 def _save_slices_plot(report: Report, path: Path) -> None:
     """Write the plot of the slices; without a pass to show, remove an old one."""
-    shown = select_slices_to_show(report.walk_slices)
+    shown, left_out = select_slices_to_show(report.walk_slices)
     if not (shown["passes"] > 0).to_numpy().any():
         path.unlink(missing_ok=True)
         return
     with publish_file(path) as staging:
-        staging.write_bytes(plot_slices(shown, report.title))
+        staging.write_bytes(plot_slices(shown, f"{report.title}{', the largest slices' if left_out else ''}"))

@@ -12,7 +12,7 @@ from draftworks.errors import DraftworksError
 from draftworks.preflight.installation.probes import Line
 from draftworks.preflight.object_storage import find_storage_problems, list_storage_places
 from draftworks.preflight.schedulers import find_refused_jobs, list_scheduler_users
-from draftworks.storage.words import format_count
+from draftworks.storage.words import format_count, list_names
 from draftworks.targets.registry import Registry
 
 REGISTRY, STORAGE, SCHEDULERS, SECRETS = "registry", "object storage", "schedulers", "secrets"
@@ -59,7 +59,7 @@ def probe_schedulers(registry: Registry, limit_s: float) -> Iterator[Line]:
             yield Line(SCHEDULERS, "problem", problem, "draftworks check --target NAME asks again")
     taken = [name for name in names if not refused.get(name)]
     if taken:
-        yield Line(SCHEDULERS, "ok", f"take the jobs of {', '.join(taken[:10])}{' ...' if taken[10:] else ''}")
+        yield Line(SCHEDULERS, "ok", f"take the jobs of {list_names(taken, 10)}")
 
 
 def probe_variables(registry: Registry, env: Mapping[str, str]) -> Iterator[Line]:
@@ -68,7 +68,7 @@ def probe_variables(registry: Registry, env: Mapping[str, str]) -> Iterator[Line
     missing = {name: keys for name, keys in named.items() if not env.get(name)}
     for name, keys in missing.items():
         todo = "set it where runs start (the environment of the daemon and of the code location as well)"
-        yield Line(SECRETS, "warning", f"the environment has no {name}, which {', '.join(keys[:3])} names", todo)
+        yield Line(SECRETS, "warning", f"the environment has no {name}, which {list_names(keys, 3)} names", todo)
     if not missing:
         yield Line(SECRETS, "ok", f"set: {', '.join(named)}" if named else "no variable is named in the registry")
 

@@ -14,7 +14,7 @@ from draftworks.storage.artifacts import LOCK, PARTIAL, POINTER, RECORD, SCHEMA_
 from draftworks.storage.lease import LeasePath
 from draftworks.storage.lease_file import LeaseState
 from draftworks.storage.regular_files import read_json
-from draftworks.storage.words import format_count
+from draftworks.storage.words import format_count, list_names
 
 LEFTOVERS, STORES = "leftovers", "stores"
 SILENT_S = 600.0
@@ -34,14 +34,14 @@ def probe_leftovers(var: Path) -> Iterator[Line]:
                 silent.append(f"{lock} ({LeasePath(lock).describe_holder()})")
     if silent:
         todo = "nothing if that host is gone: the next run waits a minute, then takes them over; else look at the host"
-        yield Line(LEFTOVERS, "warning", f"locks that another host has not renewed: {', '.join(silent[:5])}", todo)
+        yield Line(LEFTOVERS, "warning", f"locks that another host has not renewed: {list_names(silent)}", todo)
     ended = counted[LeaseState.ENDED]
     taken = f"{ended} of processes that are gone, which the next run takes over" if ended else "none of a dead process"
     yield Line(LEFTOVERS, "ok", f"locks: {counted[LeaseState.HELD]} held on this machine, {taken}")
     old = [path for path in var.glob(f"*/*/*{PARTIAL}") if _seconds_since_change(path) > OLD_S]
     if old:
         todo = "run the same job again to go on with them, or remove them: draftworks prune --yes"
-        names = ", ".join(str(path.relative_to(var)) for path in sorted(old)[:5])
+        names = list_names(path.relative_to(var) for path in sorted(old))
         yield Line(
             LEFTOVERS, "warning", f"{format_count(len(old), 'result')}, interrupted more than a week ago: {names}", todo
         )
@@ -65,15 +65,15 @@ def probe_stores(var: Path) -> Iterator[Line]:
             others.append(f"{record.relative_to(var)} (schema {version})")
     if others:
         todo = "use the version of Draftworks that wrote them, or run the jobs again"
-        yield Line(STORES, "problem", f"expected schema {SCHEMA_VERSION}, found others: {', '.join(others[:5])}", todo)
+        yield Line(STORES, "problem", f"expected schema {SCHEMA_VERSION}, found others: {list_names(others)}", todo)
     if damaged:
         todo = "run the jobs that make them again"
-        yield Line(STORES, "problem", f"results whose record cannot be read: {', '.join(damaged[:5])}", todo)
+        yield Line(STORES, "problem", f"results whose record cannot be read: {list_names(damaged)}", todo)
     if not others and not damaged:
         yield Line(STORES, "ok", f"{current} current results, all of this version")
     named = [path.name for path in sorted((var / "feature_store").glob("*/")) if _is_named_store(path)]
     if named:
-        found = f"feature stores of an earlier version, by target name: {', '.join(named[:5])}"
+        found = f"feature stores of an earlier version, by target name: {list_names(named)}"
         yield Line(STORES, "ok", f"{found}; they are joined to the present ones when next used")
 
 

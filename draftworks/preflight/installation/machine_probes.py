@@ -16,6 +16,7 @@ from pathlib import Path
 from draftworks.errors import DraftworksError
 from draftworks.preflight.installation.probes import Line
 from draftworks.sglang.environment import FIRST_CAPTURING, PROGRAM_LIBRARIES, SGLANG_VERSIONS
+from draftworks.storage.words import list_names
 from draftworks.targets.registry import Registry
 
 GPU, SGLANG, CLOCKS, PORTS, PROCESSES = "gpu", "sglang", "clocks", "ports", "processes"
@@ -93,7 +94,7 @@ def probe_sglang(registry: Registry, limit_s: float) -> Iterator[Line]:
     if not python.is_file():
         if users:
             todo = "make sglang-env, or name its environment: sglang.python in registry/deployment.yaml"
-            yield Line(SGLANG, "problem", f"{python} does not exist, and is needed by {', '.join(users[:5])}", todo)
+            yield Line(SGLANG, "problem", f"{python} does not exist, and is needed by {list_names(users)}", todo)
         else:
             yield Line(SGLANG, "ok", f"not installed ({python}), and no target needs it")
         return

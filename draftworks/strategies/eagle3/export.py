@@ -26,6 +26,7 @@ from draftworks.export.layer_ids import from_format, to_format
 from draftworks.export.layer_keys import build_layer_keys, list_layer_tensors, read_layer_sizes, require
 from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
 from draftworks.export.speculators_keys import is_speculators, locate_model
+from draftworks.export.vllm_releases import name_releases
 from draftworks.sglang.layers import from_eagle3_ids, read_architecture, to_eagle3_ids
 from draftworks.storage.identity import LayerTap
 
@@ -122,7 +123,13 @@ def require_one_layer(shape: DraftShape, where: str) -> DraftShape:
 
 _PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
 """Keys of vLLM's P-EAGLE drafts, whose class name is EAGLE-3's."""
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _NEWER_SGLANG = "SGLang with pull request #24663 (May 2026) or later"
+
+_OF_VLLM = (
+    f"vLLM ({name_releases()}) reads the layers from the top level of config.json, where `{_LAYER_IDS}` counts indices of "
+    "hidden_states, one more than the layers that SGLang reads from `eagle_config`: keep both."
+)
 
 _MEANINGS = {
     ("specforge", "true"): "the head reads the normed state, and the next step is fed the un-normed one",
@@ -145,8 +152,11 @@ class SglangEagle3(Eagle3Format):
         if len(draft.taps) != 3:
             needed.append(f"{len(draft.taps)} taps")
         if not needed:
-            return "Any SGLang with EAGLE-3: one layer under the name `midlayer`, three taps."
-        return f"{_NEWER_SGLANG}: older ones do not know {' and '.join(needed)}, and would load this draft without an error."
+            return f"Any SGLang with EAGLE-3: one layer under the name `midlayer`, three taps. {_OF_VLLM}"
+        return (
+            f"{_NEWER_SGLANG}: older ones do not know {' and '.join(needed)}, and would load this draft without an error. "
+            f"{_OF_VLLM}"
+        )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         tokens = count_draft_tokens(draft)
@@ -159,6 +169,10 @@ class SglangEagle3(Eagle3Format):
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """See the base. `target_hidden_size` is left out: SGLang tests only whether the key is there.
 
+        Layers are named twice under one key. SGLang reads `eagle_config` alone, where an id is a layer, whose output it takes.
+        vLLM 0.32 and 0.33 look at the top level first, where an id is an index of hidden_states; of `eagle_config` they
+        would take the ids as such indices too (V1), or not at all (V2), and so other layers without a word.
+
         `norm_output` is left out because it has two meanings, which are the same without it (see the module).
         """
         to_format(self.name, draft.taps)  # refuses those that no server counts
@@ -170,7 +184,8 @@ class SglangEagle3(Eagle3Format):
             "num_hidden_layers": 1,
             **build_layer_keys(draft, dtype),
             "draft_vocab_size": draft.config["draft_vocab_size"],
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
+            "eagle_config": {_LAYER_IDS: ids, "use_aux_hidden_state": True},
+            _LAYER_IDS: [tap.to_vllm() for tap in draft.taps],
             **(newer if read_computed_options(draft)["fc_norm"] else {}),
         }
 
@@ -191,12 +206,11 @@ class SglangEagle3(Eagle3Format):
             raise ConfigError(
                 f"{where}: target_hidden_size {config['target_hidden_size']}: drafts here are as wide as it"
             )
-        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
         norms = {"fc_norm": bool(config.get("fc_norm") or config.get("use_aux_norm")), **_read_norm_output(config)}
         return require_one_layer(
             DraftShape(
                 strategy=self.strategy,
-                taps=_parse_taps(ids, target) if ids else choose_default_taps(target),
+                taps=_parse_taps(eagle.get(_LAYER_IDS), config.get(_LAYER_IDS), target),
                 draft_vocab_size=config.get("draft_vocab_size") or require(config, "vocab_size", where),
                 options=PLAIN | norms,
                 **read_layer_sizes(config, where),
@@ -205,6 +219,9 @@ class SglangEagle3(Eagle3Format):
         )
 
     def list_remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+        return [*_list_layer_remarks(config), *self._list_norm_remarks(config, tensors)]
+
+    def _list_norm_remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
         if config.get("norm_output") is None:
             return []
         value = str(bool(config["norm_output"])).lower()
@@ -224,6 +241,21 @@ class SglangEagle3(Eagle3Format):
         return super().list_expected_tensors(shape) | list_vocabulary_tensors(shape)
 
 
+def _list_layer_remarks(config: Mapping[str, Any]) -> list[str]:
+    """Return what vLLM would make of ids that are meant for SGLang; nothing where the file names layers for both."""
+    ids, of_vllm = (config.get("eagle_config") or {}).get(_LAYER_IDS), config.get(_LAYER_IDS)
+    if of_vllm and not ids:
+        return [
+            f"{_LAYER_IDS} {of_vllm} was read as vLLM means it, as indices of hidden_states: SGLang reads no layers there"
+        ]
+    if not ids or of_vllm not in (None, ids) or (of_vllm and PROVENANCE in config):
+        return []
+    return [
+        f"eagle_config.{_LAYER_IDS} {ids} was read as SGLang means it, as layers. vLLM takes such ids for indices of "
+        "hidden_states and feeds this file other layers without a word: serve it the export of the imported draft"
+    ]
+
+
 def _read_norm_output(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the key stands for: by SpecForge 0.2.0, whose layout this is, unless SGLang is named."""
     value = config.get("norm_output")
@@ -241,6 +273,9 @@ def _read_norm_output_means(config: Mapping[str, Any]) -> str:
     return means
 
 
-def _parse_taps(ids: list[int], target: TargetFiles) -> tuple[LayerTap, ...]:
-    from_format(SglangEagle3.name, ids)  # refuses what is no list of ascending ids
-    return from_eagle3_ids(ids, read_architecture(target))
+def _parse_taps(of_sglang: list[int] | None, of_vllm: list[int] | None, target: TargetFiles) -> tuple[LayerTap, ...]:
+    """Return the taps of `eagle_config`, else those of the top level, which vLLM alone reads, else the default ones."""
+    if not of_sglang:
+        return from_format("speculators_eagle3", of_vllm) if of_vllm else choose_default_taps(target)
+    from_format(SglangEagle3.name, of_sglang)  # refuses what is no list of ascending ids
+    return from_eagle3_ids(of_sglang, read_architecture(target))

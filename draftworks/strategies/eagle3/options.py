@@ -154,6 +154,7 @@ EAGLE3 = register_strategy(
         check=check_eagle3,
         heads_divide_hidden=True,
         packing_refusal=_mean_over_positions,
+        batch_means=lambda options: _mean_over_positions(options) is not None,
         metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(
@@ -164,6 +165,7 @@ EAGLE3 = register_strategy(
                 # SGLang adds one itself when it is given ids; only its own default list is counted as layers passed.
                 counting="layer_output",
                 refuses=_sglang_refuses,
+                revision=2,  # names the layers for vLLM too
             ),
             ExportSpec(
                 name="speculators_eagle3",

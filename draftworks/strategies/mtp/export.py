@@ -20,10 +20,12 @@ from draftworks.export.layer_keys import build_dtype_keys, require
 from draftworks.export.names import PROVENANCE
 from draftworks.export.speculators_keys import (
     build_speculators_keys,
+    build_vllm_commands,
     is_speculators,
     locate_model,
     read_proposed_tokens,
 )
+from draftworks.export.vllm_releases import name_releases
 from draftworks.strategies.mtp.head_names import HeadNames, split_experts
 from draftworks.strategies.mtp.target_head import TargetHead, build_modules, read_whole_config
 
@@ -102,12 +104,12 @@ class SpeculatorsMtp(MtpFormat):
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         return (
-            "speculators 0.9.0. Not vLLM: 0.32 and 0.33 refuse speculators' files of MTP, and serve MTP from the target's own "
+            f"speculators 0.9.0. Not vLLM: {name_releases()} refuse speculators' files of MTP, and serve MTP from the target's own "
             "checkpoint."
         )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return {}
+        return build_vllm_commands(draft, folder, "mtp", draft.config["options"]["num_steps"])
 
     def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
         steps = draft.config["options"]["num_steps"]

@@ -13,6 +13,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.regular_files import read_json
+from draftworks.storage.words import list_names
 from draftworks.strategies.mtp.head_names import DEEPSEEK_KINDS, QWEN_KINDS, HeadNames, stack_experts
 from draftworks.targets.model_files import ModelFiles
 from draftworks.targets.weights import read_model_config
@@ -119,7 +120,7 @@ class TargetHead:
         why = "it was published without one" if not stored else "the files are not complete, or are quantised"
         raise ConfigError(
             f"target {self.files.name}: strategy mtp fine-tunes the target's MTP layer, expected under "
-            f"{self.names.root}* in {self.files.model}: missing {_shorten(missing)}; unknown {_shorten(unknown)}: {why}. "
+            f"{self.names.root}* in {self.files.model}: missing {list_names(missing, 3)}; unknown {list_names(unknown, 3)}: {why}. "
             "Take a checkpoint with this layer in bfloat16, or another strategy"
         )
 
@@ -143,7 +144,3 @@ def read_whole_config(files: TargetFiles) -> dict[str, Any]:
         return read_json(path)
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: the config of target {files.name} cannot be read: {error}") from error
-
-
-def _shorten(names: list[str], shown: int = 3) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "") or "none"

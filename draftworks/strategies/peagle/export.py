@@ -37,7 +37,7 @@ class SpeculatorsPEagle(SpeculatorsEagle):
         )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return build_vllm_commands(draft, folder, "eagle3", self.count_draft_tokens(draft), parallel=True)
+        return build_vllm_commands(draft, folder, "peagle", self.count_draft_tokens(draft), parallel=True)
 
     def count_draft_tokens(self, draft: CanonicalDraft) -> int:
         return draft.config["num_depths"]

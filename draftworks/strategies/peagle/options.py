@@ -145,6 +145,7 @@ PEAGLE = register_strategy(
         },
         check=check_peagle,
         packing_refusal=_mean_over_micro_batches,
+        batch_means=lambda options: _mean_over_micro_batches(options) is not None,
         metric_sums=_list_metric_sums,
         exports=(
             ExportSpec(

@@ -13,7 +13,8 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.speculators_keys import build_speculators_keys
+from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands
+from draftworks.export.vllm_releases import name_releases
 from draftworks.strategies.dflash.export import SpeculatorsDFlash
 
 _KEYS = {"refiner_rank": "xpress_rank", "mlp_ratio": "xpress_mlp_ratio", "jacobi_passes": "num_jacobi_passes"}
@@ -31,12 +32,12 @@ class SpeculatorsXPress(SpeculatorsDFlash):
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         return (
-            "speculators 0.9.0. Not vLLM: 0.32 and 0.33 refuse speculators' files of XPress. 0.33 has XPress in a form of its own "
+            f"speculators 0.9.0. Not vLLM: {name_releases()} refuse speculators' files of XPress. 0.33 has XPress in a form of its own "
             "(architecture `Qwen3XPressModel`, the refiner under `xpress_head.`), which is not written here."
         )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return {}
+        return build_vllm_commands(draft, folder, "xpress", draft.config["block_size"] - 1)
 
     def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
         backbone = super().derive_shape(draft)

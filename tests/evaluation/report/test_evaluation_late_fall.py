@@ -29,7 +29,7 @@ def test_a_clear_fall_is_found_from_the_first_range_to_the_last():
     found = find_late_fall(DYING, QUICK)
     assert (found.first, found.late, found.before, found.after) == (0, 2048, 2.5, 0.5)
     assert found.interval.high < 0
-    assert "0.50 at 2048-4095, 2.50 at 0-255" in found.describe()
+    assert "τ 1.50 at 2048-4095, 3.50 at 0-255" in found.describe()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_report_has_the_ranges_in_table_picture_and_words(tmp_path: Path):
     report = replace(report_with(DYING), columns=None)
     text = render_report(report)
     assert "| position   | 2048-4095" in text
-    assert "> **Late in the text the draft accepts less:** 0.50" in text
+    assert "> **Late in the text the draft accepts less:** τ 1.50" in text
     save_report(report, tmp_path)
     table = pd.read_parquet(tmp_path / SLICES)
     assert table[["column", "value", "prompts", "passes", "accepted"]].values.tolist() == [

@@ -38,6 +38,6 @@ def test_a_draft_that_knows_short_texts_dies_late_and_one_with_a_window_lives(le
     measured = replace(report.drafts["trained"], walk_by_position=dying)
     text = render_report(replace(report, drafts={"trained": measured}))
     assert (
-        f"**Late in the text the draft accepts less:** {late[-1]:.2f} at {length // 2}-{length - 1}, {early:.2f}"
+        f"**Late in the text the draft accepts less:** τ {1 + late[-1]:.2f} at {length // 2}-{length - 1}, {1 + early:.2f}"
         in text
     )

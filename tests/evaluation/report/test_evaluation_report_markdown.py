@@ -27,9 +27,9 @@ def columns_of(**values: list[str]) -> pd.DataFrame:
     return pd.DataFrame(values, index=["s0", "s1", "s2"])
 
 
-def test_headline_is_the_walk_with_interval_tokens_per_pass_and_speed_up() -> None:
+def test_headline_is_the_length_of_the_walk_with_interval_and_speed_up() -> None:
     headline = render_report(full_report()).splitlines()[0]
-    for words in ("**1.50** draft tokens accepted", "95% interval", "rung3_walk_acc_len", "2.50 tokens per pass"):
+    for words in ("acceptance length τ **2.50**", "95% interval", "walk (rung 3)"):
         assert words in headline
     assert "1.50× as fast as plain decoding (greedy, 3 prompts)" in headline
 
@@ -44,16 +44,16 @@ def test_what_of_the_eval_set_was_not_measured_is_said() -> None:
 
 
 def test_headline_without_a_walk_says_which_rung_it_is() -> None:
-    assert "`simulated_acc_len` **1.20** (rung 1)" in render_report(rungs_0_and_1()).splitlines()[0]
+    assert "acceptance length τ **2.20**, simulated (rung 1)" in render_report(rungs_0_and_1()).splitlines()[0]
 
 
 def test_table_has_drafts_by_rungs_and_empty_cells_for_what_was_not_measured() -> None:
     table = rows_of(render_report(full_report()), "draft")
-    walk = table["draft"].index("rung3_walk_acc_len")
-    assert table["trained"][walk].startswith("1.50 (")
-    assert table["untrained"][walk].startswith("0.08 (")
+    walk = table["draft"].index("τ, walk (rung 3)")
+    assert table["trained"][walk].startswith("2.50 (")
+    assert table["untrained"][walk].startswith("1.08 (")
     assert table["bigram"][walk] == ""
-    assert table["bigram"][table["draft"].index("simulated_acc_len (rung 1)")] == "0.38"
+    assert table["bigram"][table["draft"].index("τ, simulated (rung 1)")] == "1.38"
     assert (
         table["trained"][table["draft"].index("speed-up (temperature 0.7, greedy_draft as vLLM 0.33, SGLang 0.5.23)")]
         == "0.50×"
@@ -73,8 +73,8 @@ def test_walk_without_a_pass_has_no_number() -> None:
     drafts = {**report.drafts, "trained": replace(report.drafts["trained"], walk=prompts([], []), loops=())}
     text = render_report(replace(report, drafts=drafts, columns=None))
     table = rows_of(text, "draft")
-    assert table["trained"][table["draft"].index("rung3_walk_acc_len")] == "none"
-    assert "`rung2_block_acc_len`" in text.splitlines()[0]
+    assert table["trained"][table["draft"].index("τ, walk (rung 3)")] == "none"
+    assert "block (rung 2)" in text.splitlines()[0]
 
 
 def test_histogram_is_of_a_hundred_passes_up_to_the_tokens_proposed() -> None:
@@ -102,7 +102,7 @@ def test_one_prompt_has_no_interval() -> None:
     columns = columns_of(task=["code", "chat", "code"])
     text = render_report(replace(full_report(), columns=columns))
     [chat] = [line for line in text.splitlines() if "chat" in line]
-    assert chat.rstrip(" |").endswith(" 1.67")
+    assert chat.rstrip(" |").endswith(" 2.67")
 
 
 def test_many_slices_of_a_column_are_cut_to_the_largest() -> None:
@@ -114,6 +114,7 @@ def test_many_slices_of_a_column_are_cut_to_the_largest() -> None:
     drafts = {"trained": replace(report.drafts["trained"], walk=walk)}
     text = render_report(replace(report, drafts=drafts, columns=columns))
     assert text.count("| source") == 12
+    assert "The largest slices by `source`, and 29 more in `slices.parquet`." in text
     assert "| many" in text
 
 
@@ -191,3 +192,17 @@ def test_acceptance_rates_say_over_which_positions_they_are_and_that_losses_do_n
     assert "The draft's vocabulary has 40.00% of the labels." in text
     assert "both get better as the vocabulary gets smaller" in text
     assert "acceptance rate" not in render_report(report)
+
+
+def test_the_walk_of_the_prompts_that_the_loop_decoded_stands_beside_it() -> None:
+    """A loop over few prompts and a walk over all differ by the prompts alone."""
+    report = full_report()
+    trained = report.drafts["trained"]
+    greedy = next(loop for loop in trained.loops if not loop.decoding.temperature)
+    decoded = replace(greedy, prompts=tuple(one for one in trained.walk if one.sample_id == "s1"))
+    drafts = {**report.drafts, "trained": replace(trained, loops=(decoded,))}
+    text = render_report(replace(report, drafts=drafts))
+    [walk] = [one for one in trained.walk if one.sample_id == "s1"]
+    length = f"{1 + walk.accepted / walk.passes:.2f}"
+    assert f"decoded 1 of the 3 prompts; on these the walk of `trained` has τ {length}." in text
+    assert "The greedy loop decoded" not in render_report(report)

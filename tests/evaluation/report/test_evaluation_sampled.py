@@ -48,10 +48,10 @@ def test_both_numbers_stand_side_by_side_with_their_servers() -> None:
     text = render_report(sampled_report())
     header = next(line for line in text.splitlines() if line.startswith("| draft"))
     for shown in (
-        f"simulated_acc_len_t0.7_greedy_draft (rung 1; greedy_draft as {VLLM})",
-        f"simulated_acc_len_t0.7_rejection (rung 1; rejection as {SGLANG})",
-        f"rung4_loop_acc_len_t0.7_greedy_draft; greedy_draft as {VLLM}",
-        f"rung4_loop_acc_len_t0.7_rejection; rejection as {SGLANG}",
+        f"τ, simulated (rung 1), at temperature 0.7, by greedy_draft as {VLLM}",
+        f"τ, simulated (rung 1), at temperature 0.7, by rejection as {SGLANG}",
+        f"τ, loop (rung 4), at temperature 0.7, by greedy_draft as {VLLM}",
+        f"τ, loop (rung 4), at temperature 0.7, by rejection as {SGLANG}",
         f"speed-up (temperature 0.7, rejection as {SGLANG})",
     ):
         assert shown in header

@@ -69,7 +69,7 @@ def test_the_page_and_the_file_of_a_report_have_both_ways(tmp_path: Path):
     asked = {"s0": AskedSample("on", "a"), "s1": AskedSample("off", "a"), "s2": AskedSample("off", "b")}
     report = replace(plain, asked=asked)
     page = render_report(report)
-    assert "| on         | 1         | 2        | 2.00" in page
+    assert "| on         | 1         | 2        | 3.00" in page
     assert "Thinking on against off, prompt by prompt: +0.33 (+0.33 to +0.33) on 1 prompts" in page
     save_report(report, tmp_path)
     saved = json.loads((tmp_path / "report.json").read_text())["thinking"]

@@ -14,7 +14,7 @@ from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.strategies.peagle import model as peagle_model
-from draftworks.strategies.peagle.options import PEagleOptions
+from draftworks.strategies.peagle.options import PEAGLE, PEagleOptions
 from draftworks.strategies.peagle.strategy import PEagleStrategy
 
 OPTIONS = {"num_depths": 4, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB, "layer_ids": [1, 3, 6]}
@@ -158,6 +158,21 @@ def test_sums_do_not_depend_on_batching_order_or_padding(make, measuring):
     torch.testing.assert_close(whole.loss_weight, sum(part.loss_weight for part in parts))
     for name, total in whole.metric_sums.items():
         torch.testing.assert_close(total, sum(part.metric_sums[name] for part in parts))
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+def test_the_cut_of_a_batch_is_in_the_identity_where_the_loss_depends_on_it(make, loss):
+    strategy = make(loss=loss)
+
+    def run(*cut: tuple[int, ...]) -> float:
+        found = [
+            strategy.forward_loss(strategy.collate([SAMPLES[i] for i in part], [NAMES[i] for i in part]), MIDDLE)
+            for part in cut
+        ]
+        return float(sum(each.loss_sum for each in found) / sum(each.loss_weight for each in found))
+
+    depends = run((0,), (1,), (2,)) != pytest.approx(run((0, 1, 2)), rel=1e-5)
+    assert PEAGLE.batch_means(strategy.options) is depends is (loss == "specforge")
 
 
 def test_what_is_behind_a_sample_has_no_part_in_it(make):
