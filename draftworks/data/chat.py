@@ -195,8 +195,8 @@ class ChatTokenizer:
         for number, turn in enumerate(turns, start=1):
             if "".join(turn.content.split()) not in printed:
                 raise DataError(
-                    f"{self.name}: the chat template does not print what turn {number} ({turn.role}) says, {turn.content[:40]!r}: it "
-                    "expects another form of messages (content as a list of parts?). Use another template (chat_template)"
+                    f"{self.name}: the chat template does not print turn {number} ({turn.role}), {turn.content[:24]!r} (does it "
+                    "expect lists?): use another, chat_template"
                 )
 
     def encode_prompt(self, turns: Sequence[Turn]) -> list[int]:
@@ -248,7 +248,7 @@ class ChatTokenizer:
                 return name
         raise ConfigError(
             f"{self.name}: its chat template has no switch for thinking (none of {', '.join(THINKING_SWITCHES)} changes what it "
-            "prints): leave responses.thinking out"
+            "prints): leave responses.thinking or mix.shares out"
         )
 
     def _last_turn(self, turns: Sequence[Turn], spans: Sequence[Span]) -> Sequence[Span]:
@@ -286,7 +286,7 @@ class ChatTokenizer:
         except CpuTimeExceeded:
             raise ConfigError(
                 f"{self.name}: the chat template has not finished one conversation after {RENDER_LIMIT_S:g} s of processor time:"
-                " it probably loops. Use another template (chat_template of the target)"
+                " it probably loops. Use another (chat_template)"
             ) from None
         except Exception as error:  # a template is a third-party program: whatever it raises, the remedy is the same
             raise DataError(f"{self.name}: the chat template refuses the conversation: {first_line(error)}") from error
@@ -305,8 +305,7 @@ class ChatTokenizer:
         array = np.array(ids, dtype=np.int32)
         if array.size and int(array.max()) >= self.vocab_size:
             raise DataError(
-                f"{self.name}: the tokenizer gives id {array.max()}, the target's vocabulary has {self.vocab_size} ids:"
-                " the tokenizer belongs to another model"
+                f"{self.name}: the tokenizer gives id {array.max()} of {self.vocab_size:,}: it is of another model"
             )
         return array
 

@@ -25,7 +25,7 @@ CHUNK = 256
 PER_PROCESS = 2000
 """Conversations per process: starting one takes seconds, to import the tokenizer."""
 
-NO_ANSWER = "it has no answer, and responses.mode passthrough trains on the data's own answers: set responses.mode to regenerate"
+NO_ANSWER = "it has no answer for responses.mode passthrough: set responses.mode to regenerate"
 
 Progress = Callable[[str], None]
 """Called with one line after each chunk."""

@@ -33,7 +33,7 @@ def check_custom_engine(target: TargetSpec, registry: Registry, findings: Findin
     if not _has_module(module):
         _choose(target, registry, findings, "capture")(
             f"target {target.name}: capture.custom.entry_point {custom.entry_point}: there is no module {module} here. Install "
-            "its package in the environment that runs the platform, or correct the name"
+            "its package, or correct the name"
         )
 
 
@@ -43,11 +43,11 @@ def check_quantizer(target: TargetSpec, files: TargetFiles, registry: Registry, 
     missing = [name for name in _QUANTIZERS.get(method, ()) if find_spec(name) is None]
     if not missing:
         return
-    needs = f"the checkpoint is quantised ({method}), and transformers needs {' and '.join(missing)} to load it"
+    needs = f"the checkpoint is quantised ({method}), which needs {' and '.join(missing)}"
     packages = " ".join(name.replace("_", "-") for name in missing)
     if target.capture.backend == "hf":
         _choose(target, registry, findings, "capture")(
-            f"target {target.name}: capture.backend hf: {needs}: pip install {packages}, or use another backend"
+            f"target {target.name}: capture.backend hf: {needs}: pip install {packages}, or take another backend"
         )
     if target.evaluation.loop.prompts:
         _choose(target, registry, findings, "evaluate")(

@@ -78,6 +78,9 @@ def prepare_location(root: Path, target: str | None) -> Path | None:
 def load_entry(registry: Registry, name: str) -> None:
     """Read all that a target's entry names in the registry. Raises ConfigError; other targets' entries do not matter."""
     target = registry.load_target(name)
+    unknown = registry.find_unknown_names(target)
+    if unknown:
+        raise ConfigError("\n".join(unknown))
     for dataset in target.training_datasets:
         registry.load_dataset(dataset)
     for eval_set in target.evals:
