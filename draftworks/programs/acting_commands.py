@@ -19,8 +19,10 @@ from draftworks.programs.service_commands import (
     TargetArgument,
     WhoOption,
     WhyOption,
+    require_strategy,
 )
 from draftworks.programs.start import report_error
+from draftworks.storage.suggestions import suggest
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
@@ -79,8 +81,10 @@ def accept(
 
     try:
         if choice is not None and choice not in ("keep", "tune", "retrain"):
-            raise ConfigError(f"--choice: expected keep, tune or retrain, found {choice!r:.50}")
+            hint = suggest(choice, ("keep", "tune", "retrain"))
+            raise ConfigError(f"--choice: expected keep, tune or retrain, found {choice!r:.50}; {hint}".rstrip("; "))
         file = open_answers(registry, target)
+        require_strategy(Registry(registry), target, strategy)
         earlier = file.read().given.get((target, strategy))
         given = file.accept(
             target, strategy, None if choice is None else Choice(choice), _name(who), why or "", time.time()
@@ -94,6 +98,12 @@ def accept(
         typer.echo(f"the answer before it: {earlier.choice}, {earlier.describe()}{about}")
     if given.choice is Choice.KEEP:
         typer.echo("nothing starts")
+    elif Registry(registry).load_deployment().budget is None:
+        typer.echo(
+            "warning: deployment.yaml has no budget, so nothing starts by itself: add budget: {gpu_hours_per_week: N}, or "
+            f"draftworks run {given.choice}_{strategy} --target {target}",
+            err=True,
+        )
     if held is not None:
         typer.echo(f"the target is on hold {held.describe()}: nothing starts before draftworks release {target}")
 

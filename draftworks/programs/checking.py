@@ -29,7 +29,10 @@ _LONGEST_WAIT_S = 10.0
 
 def check(
     registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = REGISTRY,
-    target: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
+    targets: Annotated[list[str] | None, typer.Argument(metavar="TARGET", help="Only these; default: all.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option("--target", "-t", help="Only this one; may be given several times.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check every target's registry entry, files, drafts and a sample of its data, and print errors and warnings.
@@ -40,7 +43,7 @@ def check(
     found = ReadOnceRegistry(registry)
     try:
         shared = found.find_shared_problems()
-        names = list(dict.fromkeys(target)) if target else found.list_targets()
+        names = list(dict.fromkeys([*(targets or ()), *(target or ())])) or found.list_targets()
         var = None if shared or not _can_be_written(found) else found.resolve_var_folder()
         digests = ReadOnceDigests(FileDigests(None if var is None else var / "digests.json"))
         if not shared:

@@ -28,7 +28,7 @@ CAPTION = (
 
 
 def plan(
-    targets: Annotated[list[str], typer.Argument(metavar="TARGET...", help="One or several; these are added up.")],
+    targets: Annotated[list[str], typer.Argument(metavar="TARGET", help="One or several; these are added up.")],
     strategy: Annotated[
         list[str] | None, typer.Option("--strategy", help="Only this draft; may be given several times.")
     ] = None,

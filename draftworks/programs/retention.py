@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftworks.errors import DraftworksError
-from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.retention.pins import list_pins, pin_result, unpin_result
 from draftworks.retention.place import Place
 from draftworks.retention.removable import Item, RemovalPlan, plan_removal
@@ -32,7 +32,7 @@ def usage(as_json: JsonOption = False, registry: RegistryOption = CHECKOUT_REGIS
         place = Place.of(Registry(registry))
         found, pins = survey(place), list_pins(place.var)
     except DraftworksError as error:
-        raise _fail(error) from None
+        raise report_error(error) from None
     if as_json:
         sizes = [{"kind": each.kind, "owner": each.owner, "bytes": n} for each, n in sorted_sizes(found)]
         typer.echo(json.dumps({"sizes": sizes, "pins": [str(pin.result) for pin in pins]}))
@@ -72,7 +72,7 @@ def prune(
             return
         done = remove_items(plan, lambda: Place.of(found))
     except DraftworksError as error:
-        raise _fail(error) from None
+        raise report_error(error) from None
     if as_json:
         removed = list(map(describe, done.removed))
         typer.echo(json.dumps({"removed": removed, "left": done.left, "bytes": done.nbytes}))
@@ -91,7 +91,7 @@ def pin(
     try:
         made = pin_result(ArtifactStore(Registry(registry).resolve_var_folder()), asset, target, digest, why)
     except (DraftworksError, ValueError) as error:
-        raise _fail(error) from None
+        raise report_error(error) from None
     typer.echo(f"pinned {made.asset} {made.digest} of target {made.target}")
 
 
@@ -100,7 +100,7 @@ def unpin(target: str, asset: str, digest: str, registry: RegistryOption = CHECK
     try:
         unpin_result(Registry(registry).resolve_var_folder(), asset, target, digest)
     except (DraftworksError, ValueError) as error:
-        raise _fail(error) from None
+        raise report_error(error) from None
     typer.echo(f"{asset} {digest} of target {target} is not pinned any more")
 
 
@@ -148,11 +148,6 @@ def _print_removal(console: Console, done: Removal) -> None:
     console.print(f"removed {len(done.removed)}: {format_bytes(done.nbytes)} are free")
     for name, reason in done.left.items():
         console.print(f"left {name}: {reason}", markup=False, highlight=False)
-
-
-def _fail(error: Exception) -> typer.Exit:
-    typer.echo(f"error: {error}", err=True)
-    return typer.Exit(1)
 
 
 def _make_console() -> Console:

@@ -9,6 +9,8 @@ from pathlib import Path
 def shorten_paths(text: str, registry: Path) -> str:
     """Return a message with the registry's path as from the working folder, or, elsewhere, as its name alone."""
     full = Path(registry).resolve()
+    if not full.is_dir():  # then the path itself is what is wrong
+        return text
     try:
         short = str(full.relative_to(Path.cwd()))
     except ValueError:

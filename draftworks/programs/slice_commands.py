@@ -12,6 +12,7 @@ from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.programs.start import CHECKOUT, report_error
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import ReportIdentity
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def slices(
         found = Registry(registry)
         spec = found.load_target(target)
         if strategy not in spec.strategies:
-            raise ConfigError(f"target {target} does not use {strategy}; it has {', '.join(spec.strategies)}")
+            raise ConfigError(f"target {target} does not use {strategy}; {suggest_or_list(strategy, spec.strategies)}")
         history = SliceHistory(ArtifactStore(found.resolve_var_folder()), target, strategy)
         chosen = draft or history.find_draft_in_service()
         report = history.find_newest(chosen)
@@ -73,7 +74,7 @@ def _choose_eval_sets(
     """Return the eval sets of both reports, or the wanted one of them."""
     both = [name for name in history.list_eval_sets(report) if name in history.list_eval_sets(reference)]
     if wanted is not None and wanted not in both:
-        raise ConfigError(f"eval set {wanted}: expected one that both reports have: {', '.join(both)}")
+        raise ConfigError(f"eval set {wanted}: not in both reports; {suggest_or_list(wanted, both)}")
     if wanted is None and one_only and len(both) > 1:
         raise ConfigError(f"weights are made from one eval set: choose with --eval-set among {', '.join(both)}")
     return both if wanted is None else [wanted]

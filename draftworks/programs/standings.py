@@ -12,7 +12,7 @@ from rich.table import Table
 from draftworks.errors import DraftworksError
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.leaderboard_views import CAPTION, cells, markdown
-from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.targets.registry import Registry
 
 
@@ -21,8 +21,7 @@ def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     try:
         standings = Fleet.of(Registry(registry)).standings()
     except DraftworksError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise report_error(error) from None
     if not Console().is_terminal:
         typer.echo(markdown(standings), nl=False)
         return

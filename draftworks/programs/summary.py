@@ -5,13 +5,12 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
-from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
 from draftworks.targets.registry import Registry
@@ -39,8 +38,7 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
             if draft is not None and select_strategy_metrics(draft.summary["heldout"]):
                 console.print(build_strategy_metrics_table(strategy, draft))
     except DraftworksError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise report_error(error) from None
 
 
 def build_results_table(target: str, artifacts: ArtifactStore) -> Table:
