@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.evaluation.report.text_tables import TextTable, print_table
 from draftworks.programs.service_commands import (
     CHECKOUT_REGISTRY,
     RegistryOption,
@@ -27,8 +26,8 @@ from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
     from draftworks.decision.answers import AnswerFile
+    from draftworks.decision.queue import Step
 
-FILE_WIDTH = 1000
 START_NEEDS_DAEMON = (
     "start: decision_sensor starts it while Dagster's daemon runs: draftworks ui, or dagster-daemon run; draftworks doctor "
     "says whether it does"
@@ -54,16 +53,20 @@ def decisions(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         typer.echo(f"warning: {line}", err=True)
     used = state.ledger.sum_hours(now)
     limit = "no budget" if state.budget is None else f"{used:.3g} of {state.budget.gpu_hours_per_week:g} GPU-hours"
-    table = Table(title=f"decisions; {limit} in 7 days", title_justify="left")
-    for column in ("target", "strategy", "choice", "now", "why", "traffic x loss", "GPU-hours"):
-        table.add_column(column, overflow="fold")
-    for step in steps:
-        hours = "" if step.hours is None else f"{step.hours:.3g}"
-        row = (step.target, step.strategy, step.choice, step.action, step.reason, f"{step.priority:.3g}", hours)
-        table.add_row(*map(escape, row))
-    Console(width=None if Console().is_terminal else FILE_WIDTH).print(table)
+    print_table(build_decisions_table(f"decisions; {limit} in 7 days", steps))
     if any(step.action is Action.START for step in steps):
         typer.echo(START_NEEDS_DAEMON)
+
+
+def build_decisions_table(title: str, steps: Iterable[Step]) -> TextTable:
+    """Build the table with a row for each decision."""
+    rows = [
+        (step.target, step.strategy, str(step.choice), str(step.action), f"{step.priority:.3g}")
+        + ("" if step.hours is None else f"{step.hours:.3g}", step.reason)
+        for step in steps
+    ]
+    columns = ("target", "strategy", "choice", "now", "traffic x loss", "GPU-hours", "why")
+    return TextTable(title, columns, tuple(rows), right=frozenset(("traffic x loss", "GPU-hours")), heads=2)
 
 
 def accept(

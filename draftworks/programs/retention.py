@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from draftworks.errors import DraftworksError
+from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.retention.pins import list_pins, pin_result, unpin_result
 from draftworks.retention.place import Place
@@ -23,7 +21,6 @@ from draftworks.targets.registry import Registry
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SHOWN = 20
-FILE_WIDTH = 1000
 
 
 def usage(as_json: JsonOption = False, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
@@ -37,16 +34,9 @@ def usage(as_json: JsonOption = False, registry: RegistryOption = CHECKOUT_REGIS
         sizes = [{"kind": each.kind, "owner": each.owner, "bytes": n} for each, n in sorted_sizes(found)]
         typer.echo(json.dumps({"sizes": sizes, "pins": [str(pin.result) for pin in pins]}))
         return
-    table = Table("owner", "kind", "bytes", title="usage", title_justify="left")
-    table.columns[-1].justify = "right"
-    for each, nbytes in sorted_sizes(found):
-        table.add_row(escape(each.owner or "all"), each.kind, format_bytes(nbytes))
-    table.add_section()
-    table.add_row("together", "", format_bytes(sum(found.sizes.values())))
-    console = _make_console()
-    console.print(table)
+    print_table(build_usage_table(found))
     for pin in pins:
-        console.print(f"pinned: {pin.result}, by {pin.who}: {pin.why or 'no reason given'}", markup=False)
+        print_text(f"pinned: {pin.result}, by {pin.who}: {pin.why or 'no reason given'}")
 
 
 def prune(
@@ -60,15 +50,14 @@ def prune(
         place = Place.of(found)
         looked = survey(place)
         plan = plan_removal(looked.totals, looked.candidates, place.settings.budgets)
-        console = _make_console()
         if not as_json:
-            console.print(build_kinds_table(plan))
-            _print_items(console, plan.items)
+            print_table(build_kinds_table(plan))
+            _print_items(plan.items)
         if not yes:
             if as_json:
                 typer.echo(json.dumps({"would_remove": list(map(describe, plan.items)), "bytes": plan.nbytes}))
             elif plan.items:
-                console.print(f"{format_bytes(plan.nbytes)} would go. Remove with: draftworks prune --yes")
+                print_text(f"{format_bytes(plan.nbytes)} would go. Remove with: draftworks prune --yes")
             return
         done = remove_items(plan, lambda: Place.of(found))
     except DraftworksError as error:
@@ -77,7 +66,7 @@ def prune(
         removed = list(map(describe, done.removed))
         typer.echo(json.dumps({"removed": removed, "left": done.left, "bytes": done.nbytes}))
     else:
-        _print_removal(console, done)
+        _print_removal(done)
 
 
 def pin(
@@ -109,18 +98,22 @@ def sorted_sizes(found: Survey) -> list[Any]:
     return sorted(((each, n) for each, n in found.sizes.items() if n), key=lambda one: (-one[1], one[0].owner))
 
 
-def build_kinds_table(plan: RemovalPlan) -> Table:
+def build_usage_table(found: Survey) -> TextTable:
+    """Build a table with a row per owner and kind, the largest first."""
+    rows = [(each.owner or "all", each.kind, format_bytes(nbytes)) for each, nbytes in sorted_sizes(found)]
+    rows.append(("together", "", format_bytes(sum(found.sizes.values()))))
+    return TextTable("usage", ("owner", "kind", "bytes"), tuple(rows), right=frozenset(("bytes",)), heads=2)
+
+
+def build_kinds_table(plan: RemovalPlan) -> TextTable:
     """Build a table with a row per kind: what there is, what may go, what goes."""
-    table = Table(
-        "kind", "there is", "nothing refers to", "goes", "then", "budget", title="prune", title_justify="left"
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = ("kind", "there is", "nothing refers to", "goes", "then", "budget")
+    rows = []
     for each in plan.kinds:
         budget = "" if each.budget is None else format_bytes(each.budget) + (" (over)" if each.is_over else "")
         sizes = (each.total, each.removable, each.removed, each.total - each.removed)
-        table.add_row(each.kind, *map(format_bytes, sizes), budget)
-    return table
+        rows.append((each.kind, *map(format_bytes, sizes), budget))
+    return TextTable("prune", columns, tuple(rows), right=frozenset(columns[1:]))
 
 
 def describe(item: Item) -> dict[str, Any]:
@@ -136,19 +129,15 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
-def _print_items(console: Console, items: Sequence[Item]) -> None:
+def _print_items(items: Sequence[Item]) -> None:
     for item in sorted(items, key=lambda one: -one.nbytes)[:SHOWN]:
         owner = f" of {item.owner}" if item.owner else ""
-        console.print(f"{format_bytes(item.nbytes):>9}  {item.name}{owner}: {item.why}", markup=False, highlight=False)
+        print_text(f"{format_bytes(item.nbytes):>9}  {item.name}{owner}: {item.why}")
     if len(items) > SHOWN:
-        console.print(f"and {len(items) - SHOWN} more: --json lists all", highlight=False)
+        print_text(f"and {len(items) - SHOWN} more: --json lists all")
 
 
-def _print_removal(console: Console, done: Removal) -> None:
-    console.print(f"removed {len(done.removed)}: {format_bytes(done.nbytes)} are free")
+def _print_removal(done: Removal) -> None:
+    print_text(f"removed {len(done.removed)}: {format_bytes(done.nbytes)} are free")
     for name, reason in done.left.items():
-        console.print(f"left {name}: {reason}", markup=False, highlight=False)
-
-
-def _make_console() -> Console:
-    return Console(width=None if Console().is_terminal else FILE_WIDTH)
+        print_text(f"left {name}: {reason}")

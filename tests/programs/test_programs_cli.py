@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
+from draftworks.evaluation.report.text_tables import render_text_table
 from draftworks.programs.cli import COMMANDS, app
 from draftworks.programs.keys import list_keys
 from draftworks.programs.lazy_commands import LazyCommand
@@ -58,9 +57,8 @@ def test_figures_that_a_strategy_has_alone_stand_beside_their_names():
     draft = Artifact(
         "dspark_draft", "small", Path("draft"), {}, "v", {"heldout": heldout}, {}, created=0.0, seconds=0.0
     )
-    shown = io.StringIO()
-    Console(file=shown, width=100).print(build_strategy_metrics_table("dspark", draft))
-    lines = [line.replace("│", " ").split() for line in shown.getvalue().splitlines()]
+    shown = render_text_table(build_strategy_metrics_table("dspark", draft))
+    lines = [line.split() for line in shown.splitlines()]
     assert ["tau", "0.250"] in lines
     assert ["confidence_error", "0.125", "0.500"] in lines
     assert not any("avg_acc" in line for line in lines)
