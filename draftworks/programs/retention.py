@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from draftworks.errors import DraftworksError
-from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
+from draftworks.evaluation.report.text_tables import SHORT_DIGEST, TextTable, print_table, print_text
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.retention.pins import list_pins, pin_result, unpin_result
 from draftworks.retention.place import Place
@@ -17,6 +17,7 @@ from draftworks.retention.removable import Item, RemovalPlan, plan_removal
 from draftworks.retention.removal import Removal, remove_items
 from draftworks.retention.survey import Survey, survey
 from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.suggestions import list_names
 from draftworks.targets.registry import Registry
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -31,7 +32,15 @@ def usage(as_json: JsonOption = False, registry: RegistryOption = CHECKOUT_REGIS
     except DraftworksError as error:
         raise report_error(error) from None
     if as_json:
-        sizes = [{"kind": each.kind, "owner": each.owner, "bytes": n} for each, n in sorted_sizes(found)]
+        sizes = [
+            {
+                "kind": each.kind,
+                "owner": each.owner,
+                "targets": sorted(found.targets_of.get(each.owner, ())),
+                "bytes": n,
+            }
+            for each, n in sorted_sizes(found)
+        ]
         typer.echo(json.dumps({"sizes": sizes, "pins": [str(pin.result) for pin in pins]}))
         return
     print_table(build_usage_table(found))
@@ -98,9 +107,20 @@ def sorted_sizes(found: Survey) -> list[Any]:
     return sorted(((each, n) for each, n in found.sizes.items() if n), key=lambda one: (-one[1], one[0].owner))
 
 
+def name_owner(owner: str, targets: Collection[str]) -> str:
+    """Return whose something is: a target, or, of what targets of the same weights share, these and the weights."""
+    if not owner:
+        return "all"
+    shared = [target for target in sorted(targets) if target != owner]
+    return f"{list_names(shared, 40)} (weights {owner[:SHORT_DIGEST]})" if shared else owner
+
+
 def build_usage_table(found: Survey) -> TextTable:
     """Build a table with a row per owner and kind, the largest first."""
-    rows = [(each.owner or "all", each.kind, format_bytes(nbytes)) for each, nbytes in sorted_sizes(found)]
+    rows = [
+        (name_owner(each.owner, found.targets_of.get(each.owner, ())), each.kind, format_bytes(nbytes))
+        for each, nbytes in sorted_sizes(found)
+    ]
     rows.append(("together", "", format_bytes(sum(found.sizes.values()))))
     return TextTable("usage", ("owner", "kind", "bytes"), tuple(rows), right=frozenset(("bytes",)), heads=2)
 
@@ -131,7 +151,7 @@ def format_bytes(nbytes: float) -> str:
 
 def _print_items(items: Sequence[Item]) -> None:
     for item in sorted(items, key=lambda one: -one.nbytes)[:SHOWN]:
-        owner = f" of {item.owner}" if item.owner else ""
+        owner = f" of {name_owner(item.owner, item.targets)}" if item.owner else ""
         print_text(f"{format_bytes(item.nbytes):>9}  {item.name}{owner}: {item.why}")
     if len(items) > SHOWN:
         print_text(f"and {len(items) - SHOWN} more: --json lists all")
