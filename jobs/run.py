@@ -11,6 +11,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from resources.step_processes import CODE_LOCATION, start_ahead
 CONSOLE = Path(__file__).with_name("console.yaml")
 LOCATION = "spec_assets.definitions"
 FAILED, MISUSED = 1, 2
+_MISSING = re.compile(r'Job ".*" not found.*Found (\[.*\])', re.DOTALL)
 UNUSED_GATES = "dagster._core.execution.plan.active"
 """Logger that warns of every check that is skipped together with its asset, although that is normal here."""
 
@@ -57,7 +59,7 @@ def _execute(options: argparse.Namespace) -> int:
         create_dagster_cli().main(command, prog_name="dagster", standalone_mode=False)
     except (click.UsageError, DraftworksError, dg.DagsterError) as error:
         reason = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        reason = describe_instance_problem(error) or reason + explain_missing_job(options.job, reason)
+        reason = describe_instance_problem(error) or explain_missing_job(options.job, reason) or reason
         print(f"error: {reason}", file=sys.stderr)
         return MISUSED
     except click.ClickException:
@@ -72,13 +74,21 @@ def _execute(options: argparse.Namespace) -> int:
 
 
 def explain_missing_job(job: str, reason: str) -> str:
-    """Return more about a job that is not found where it is of a strategy that no target uses, which has no jobs."""
-    from draftworks.config.strategies import list_strategies
+    """Return what a job that Dagster does not find may be; empty for another reason.
 
-    strategy = next((name for name in list_strategies() if job.endswith(f"_{name}")), None)
-    if strategy is None or "not found" not in reason or f"train_{strategy}" in reason.replace(f'Job "{job}"', "", 1):
+    A job of a strategy that no target uses does not exist, like the strategy's assets.
+    """
+    from draftworks.config.strategies import list_strategies
+    from draftworks.storage.suggestions import suggest_or_list
+
+    listed = _MISSING.search(reason)
+    if listed is None:
         return ""
-    return f". No target of the registry uses the strategy {strategy}: name it in the entry, under strategies"
+    known = [name for name in re.findall(r"'([^']*)'", listed[1]) if not name.startswith("__")]
+    strategy = next((name for name in list_strategies() if job.endswith(f"_{name}")), None)
+    if strategy is not None and f"train_{strategy}" not in known:
+        return f"no job {job}: no target of the registry uses {strategy}: name it in the entry, under strategies"
+    return f"no job {job}; {suggest_or_list(job, known)}"
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -147,8 +147,8 @@ class SlurmCommands:
             )
         except FileNotFoundError:
             raise ConfigError(
-                f"launcher of kind slurm: expected Slurm's command {name} {_describe_place(self.folder)}, found none. Run"
-                " Draftworks on a host that submits jobs, or name the folder of Slurm's commands: launcher.commands"
+                f"launcher of kind slurm: no command {name} {_describe_place(self.folder)}. Run Draftworks where jobs are "
+                "submitted, or set launcher.commands to Slurm's folder"
             ) from None
         except subprocess.TimeoutExpired:
             raise LauncherError(f"Slurm: {name} timed out after {_TIMEOUT_S:g} s") from None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from resources.workspace import Workspace
 from sensors.charged_runs import CHARGE_TAG, settle
 from sensors.reevaluation import BECAUSE_TAG
 from sensors.running_targets import describe_run, find_runs_under_way
+from sensors.series import SeriesCursor
 
 INTERVAL_S = 60
 DO_NOT_COUNT = ("resolve", "serve")
@@ -54,11 +54,11 @@ def make_decision_sensors(
         description="Starts the trainings that decisions call for, within the budget: see docs/how-to/decisions.md.",
     )
     def act(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult:
-        asked: dict[str, str] = json.loads(context.cursor) if context.cursor else {}
+        cursor = SeriesCursor.read(context.cursor)
         try:
             tick = Tick(FleetReader(workspace.registry), context.instance, time.time(), strategies)
             steps, requests = tick.act()
-            again = tick.request_decisions(asked)
+            again = tick.request_decisions(cursor)
         except DraftworksError as error:
             context.log.error(str(error))
             return dg.SensorResult(skip_reason=f"nothing is started: {error}")
@@ -69,7 +69,7 @@ def make_decision_sensors(
         requests += again
         return dg.SensorResult(
             run_requests=requests,
-            cursor=json.dumps(asked | {_name(request): str(request.run_key) for request in again}),
+            cursor=cursor.write(cursor.entries | {_name(request): str(request.run_key) for request in again}),
             skip_reason=None if requests else explain_tick(steps),
         )
 
@@ -130,14 +130,14 @@ class Tick:
             request_training(step, decisions[step.target, step.strategy]) for step in steps if step.charge is not None
         ]
 
-    def request_decisions(self, asked: Mapping[str, str]) -> list[dg.RunRequest]:
+    def request_decisions(self, cursor: SeriesCursor) -> list[dg.RunRequest]:
         """Return requests to decide again, one for each state of drafts and reports."""
         return [
             request
             for (target, strategy), outdated in sorted(self._outdated.items())
             if target not in self._busy and self._has_jobs(strategy)
-            for request in [request_decision(target, strategy, outdated)]
-            if asked.get(_name(request)) != request.run_key
+            for request in [request_decision(target, strategy, outdated, cursor)]
+            if cursor.entries.get(_name(request)) != request.run_key
         ]
 
 
@@ -166,9 +166,9 @@ def request_training(step: Step, decision: Decision) -> dg.RunRequest:
     )
 
 
-def request_decision(target: str, strategy: str, outdated: Outdated) -> dg.RunRequest:
+def request_decision(target: str, strategy: str, outdated: Outdated, cursor: SeriesCursor) -> dg.RunRequest:
     return dg.RunRequest(
-        run_key=f"{target}:{strategy}:{outdated.facts}",
+        run_key=cursor.name_run(target, strategy, outdated.facts),
         job_name=f"decide_{strategy}",
         partition_key=target,
         tags={BECAUSE_TAG: outdated.reason},

@@ -1,6 +1,5 @@
 """The sensor that requests new reports when target, eval data or draft have changed since the newest report."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,6 +13,7 @@ from draftworks.targets.registry import HELDOUT
 from draftworks.targets.training_data import identify_eval_data
 from resources.workspace import Workspace
 from sensors.running_targets import find_runs_under_way
+from sensors.series import SeriesCursor
 
 BECAUSE_TAG = "draftworks/because"
 
@@ -53,7 +53,8 @@ def make_reevaluation_sensor(
         description="Evaluates again where target, eval data or draft is not what the newest report was made from.",
     )
     def reevaluate(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult:
-        before = read_cursor(context.cursor)
+        cursor = SeriesCursor.read(context.cursor)
+        before = {target: CursorEntry(**entry) for target, entry in cursor.entries.items()}
         # Includes targets that are gone for now: if one comes back, its run keys must not repeat earlier ones.
         after = dict(before)
         requests = []
@@ -71,18 +72,14 @@ def make_reevaluation_sensor(
             after[target] = CursorEntry(None if found is None else found.subject, known.times)
             if found is not None and found.subject != known.subject:
                 after[target] = CursorEntry(found.subject, known.times + 1)
-                requests.append(make_request(target, after[target], found.changes))
+                requests.append(make_request(target, after[target], found.changes, cursor))
         return dg.SensorResult(
             run_requests=requests,
-            cursor=json.dumps({name: asdict(entry) for name, entry in after.items() if entry != CursorEntry()}),
+            cursor=cursor.write({name: asdict(entry) for name, entry in after.items() if entry != CursorEntry()}),
             skip_reason=None if requests else explain_skip({target: after[target] for target in targets}, busy),
         )
 
     return reevaluate
-
-
-def read_cursor(cursor: str | None) -> dict[str, CursorEntry]:
-    return {target: CursorEntry(**entry) for target, entry in json.loads(cursor or "{}").items()}
 
 
 def find_outdated(workspace: Workspace, target: str) -> StaleTarget | None:
@@ -102,9 +99,9 @@ def find_outdated(workspace: Workspace, target: str) -> StaleTarget | None:
     return StaleTarget(subject.identity, changes) if changes else None
 
 
-def make_request(target: str, entry: CursorEntry, changes: list[str]) -> dg.RunRequest:
+def make_request(target: str, entry: CursorEntry, changes: list[str], cursor: SeriesCursor) -> dg.RunRequest:
     return dg.RunRequest(
-        run_key=f"{target}:{entry.subject}:{entry.times}",
+        run_key=cursor.name_run(target, entry.subject, entry.times),
         partition_key=target,
         tags={BECAUSE_TAG: f"changed: {', '.join(changes)}"},
     )

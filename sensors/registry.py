@@ -1,6 +1,5 @@
 """The sensor that requests the job `resolve` for targets whose inputs have changed."""
 
-import json
 from collections.abc import Sequence
 
 import dagster as dg
@@ -9,6 +8,7 @@ from draftworks.errors import DraftworksError
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import resolve_recipe
 from resources.workspace import Workspace
+from sensors.series import SeriesCursor
 
 
 def make_registry_sensor(targets: Sequence[str]) -> dg.SensorDefinition:
@@ -35,7 +35,8 @@ def request_moved(
 
     Digests are remembered by size, mtime, inode and ctime, so that a tick reads no weights that did not change.
     """
-    known: dict[str, dict] = json.loads(context.cursor) if context.cursor else {}
+    cursor = SeriesCursor.read(context.cursor)
+    known = cursor.entries
     seen = dict(known)  # includes targets that are gone for now, since they may come back
     for target in targets:
         try:
@@ -48,13 +49,13 @@ def request_moved(
         seen[target] = {"digest": found, "moves": before["moves"] + moved}
     # The count is part of the run key: Dagster never repeats a key, and inputs may return to an earlier state.
     requests = [
-        dg.RunRequest(run_key=f"{target}:{now['digest']}:{now['moves']}", partition_key=target)
+        dg.RunRequest(run_key=cursor.name_run(target, now["digest"], now["moves"]), partition_key=target)
         for target, now in seen.items()
         if now != known.get(target)
     ]
     if not requests:
         return dg.SkipReason("no target's inputs have changed")
-    return dg.SensorResult(run_requests=requests, cursor=json.dumps(seen, sort_keys=True))
+    return dg.SensorResult(run_requests=requests, cursor=cursor.write(seen))
 
 
 def digest_inputs(workspace: Workspace, target: str) -> str:

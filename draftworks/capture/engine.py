@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 from abc import ABC, abstractmethod
@@ -23,6 +22,7 @@ from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.sglang.job_servers import JobServers
 from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, digest
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.targets.machine import describe_computation
 from draftworks.targets.stored_head import require_one_head
 
@@ -225,9 +225,7 @@ KNOWN_BACKENDS: dict[str, Backend] = {
 def find_backend(name: str) -> Backend:
     """Return the backend of that name; raise ConfigError with the known names if there is none."""
     if name not in KNOWN_BACKENDS:
-        close = difflib.get_close_matches(name, KNOWN_BACKENDS, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"unknown capture backend {name!r}: {hint}Known: {', '.join(sorted(KNOWN_BACKENDS))}")
+        raise ConfigError(f"unknown capture backend {name!r}: {suggest_or_list(name, sorted(KNOWN_BACKENDS))}")
     return KNOWN_BACKENDS[name]
 
 

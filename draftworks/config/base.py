@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -18,6 +19,14 @@ def require_distinct(values: list[Item]) -> list[Item]:
     return values
 
 
+def require_environment_name(value: str) -> str:
+    """Return the name of an environment variable. Raises ValueError for anything else, as for the secret itself."""
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) is None:
+        raise ValueError("expected the name of an environment variable, such as SERVER_KEY, not what it holds")
+    return value
+
+
+EnvironmentName = Annotated[str, AfterValidator(require_environment_name)]
 DistinctNames = Annotated[list[str], AfterValidator(require_distinct)]
 DistinctNumbers = Annotated[list[float], AfterValidator(require_distinct)]
 

@@ -19,10 +19,13 @@ class CustomEngineSpec(Spec):
 
     entry_point: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        examples=["mylab.engine:load"],
         description="`module:callable`, importable by this Python; called with target, capture, device and place.",
     )
     engine: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name of the engine, part of every feature's key."
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        examples=["mylab-v2"],
+        description="Name of the engine, part of every feature's key.",
     )
     numerics: int = Field(
         default=1, ge=1, description="Raise it when the engine's numbers change: features from before no longer count."

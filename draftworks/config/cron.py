@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, available_timezones
+
+from draftworks.storage.suggestions import suggest
 
 ITEM = re.compile(r"(?:(?P<all>\*)|(?P<first>[0-9]+|[A-Za-z]+)(?:-(?P<last>[0-9]+|[A-Za-z]+))?)(?:/(?P<step>[0-9]+))?")
 LONGEST_MONTHS = {month: 30 if month in (4, 6, 9, 11) else 31 for month in range(1, 13)} | {2: 29}
@@ -80,5 +82,6 @@ def require_timezone(name: str) -> str:
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):
-        raise ValueError(f"{name!r} is not a time zone: expected an IANA name such as UTC or Europe/Berlin") from None
+        hint = suggest(name, sorted(available_timezones())) or "expected an IANA name such as UTC or Europe/Berlin"
+        raise ValueError(f"found {name[:40]!r}, which is not a time zone; {hint}") from None
     return name

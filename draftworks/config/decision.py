@@ -40,8 +40,7 @@ class DecisionSpec(Spec):
     def _check_margins(self) -> DecisionSpec:
         if self.tune_margin >= self.retrain_margin:
             raise ValueError(
-                f"tune_margin {self.tune_margin:g} contradicts retrain_margin {self.retrain_margin:g}: a small loss is "
-                "tuned away and a large one is not, so the first has to be below the second. Lower tune_margin, or raise "
-                "retrain_margin"
+                f"tune_margin {self.tune_margin:g} contradicts retrain_margin {self.retrain_margin:g}: it has to be below it, as "
+                "only a small loss is tuned away. Lower it, or raise the other"
             )
         return self

@@ -31,6 +31,7 @@ class LauncherSpec(Spec):
     pool: str | None = Field(
         default=DEFAULT_POOL,
         pattern=r"^\S+$",
+        examples=["gpu"],
         description="Dagster's pool in which steps wait for a place before they start such a job; null: they do not wait, "
         "as the scheduler has a queue of its own.",
     )

@@ -5,16 +5,17 @@ Nothing here is part of any identity: where a result was computed does not decid
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
 from draftworks.config.launcher_base import LauncherSpec, SchedulerLauncherSpec
+from draftworks.config.plain_errors import show
 from draftworks.config.ray_launcher import RayLauncherSpec
 from draftworks.config.slurm_launcher import SlurmLauncherSpec
 from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
+from draftworks.storage.suggestions import suggest, suggest_or_list
 
 __all__ = [
     "AnyLauncherSpec",
@@ -79,7 +80,7 @@ def check_overrides(deployment: LauncherSpec, target: Mapping[str, Any], where: 
     """Raise ConfigError if a target's settings cannot be merged into the deployment's, for whatever program."""
     programs = target.get("programs", {})
     if not isinstance(programs, Mapping) or not all(isinstance(own, Mapping) for own in programs.values()):
-        raise ConfigError(f"{where}.programs: expected settings by program (found {programs!r})")
+        raise ConfigError(f"{where}.programs: expected settings by program, found {show(programs, 40)}")
     for program in programs:
         _require_program(program, f"{where}.programs")
     for program in PROGRAMS:
@@ -120,23 +121,26 @@ def _merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[
 def _parse_kind(values: Mapping[str, Any], where: str) -> LauncherSpec:
     kind = values.get("kind", LOCAL)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ConfigError(f"{where}: kind: expected one of {', '.join(KINDS)} (found {kind!r})")
+        hint = suggest(kind, KINDS)
+        found = f"{where}: kind: expected one of {', '.join(KINDS)}, found {show(kind)}"
+        raise ConfigError(f"{found}; {hint}" if hint else found)
     keys = KINDS[kind].model_fields
     for key in values:
         if key not in keys:
-            raise ConfigError(
-                f"{where}: unknown key {key}{_suggest(key, keys)}. A launcher of kind {kind} takes {', '.join(keys)}"
-            )
+            raise ConfigError(f"{where}: unknown key {key}; {_suggest_key(key, kind)}")
     return parse_spec(KINDS[kind], dict(values), where)
 
 
 def _require_program(program: str, where: str) -> None:
     if program not in PROGRAMS:
-        raise ConfigError(
-            f"{where}: unknown program {program}{_suggest(program, PROGRAMS)}. There are {', '.join(PROGRAMS)}"
-        )
+        raise ConfigError(f"{where}: unknown program {program}; {suggest_or_list(program, PROGRAMS)}")
 
 
-def _suggest(found: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(found), list(known), n=2)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+def _suggest_key(key: str, kind: str) -> str:
+    """Return what a key may be that this kind does not have: the same key of another kind, or one like it of this one."""
+    others = [other for other, spec in KINDS.items() if key in spec.model_fields]
+    if others:
+        return f"it is one of kind {' and '.join(others)}, and the kind here is {kind}"
+    own = list(KINDS[kind].model_fields)
+    every = {*own, *(name for spec in KINDS.values() for name in spec.model_fields)}
+    return suggest(key, every) or suggest_or_list(key, own)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import Spec
+from draftworks.config.base import EnvironmentName, Spec
 from draftworks.config.service import is_loopback
 from draftworks.config.urls import parse_url
 from draftworks.storage.identity import digest
@@ -25,7 +25,7 @@ class NotificationSpec(Spec):
         default=None,
         description="Name of the channel; its unsent messages are kept under it. Default: made of kind and address.",
     )
-    url_env: str | None = Field(
+    url_env: EnvironmentName | None = Field(
         default=None,
         min_length=1,
         description="Name of the environment variable with the address, where it contains a token, as Slack's do.",
@@ -33,7 +33,7 @@ class NotificationSpec(Spec):
     url: str | None = Field(
         default=None, description="The address of a webhook without a token: https, or http on this machine."
     )
-    api_key_env: str | None = Field(
+    api_key_env: EnvironmentName | None = Field(
         default=None,
         min_length=1,
         description="Name of the environment variable with a key, sent to a webhook as a bearer token.",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import Spec
+from draftworks.config.base import EnvironmentName, Spec
 from draftworks.config.urls import parse_url
 from draftworks.storage.object_access import parse_object_url
 
@@ -18,11 +18,13 @@ class BucketAccess(Spec):
         default=None, description="Address of an S3-compatible server; default Amazon's, by `region`."
     )
     region: str | None = Field(default=None, description="Region of the bucket; default that of the environment.")
-    access_key_env: str = Field(default="AWS_ACCESS_KEY_ID", description="Environment variable with the access key.")
-    secret_key_env: str = Field(
+    access_key_env: EnvironmentName = Field(
+        default="AWS_ACCESS_KEY_ID", description="Environment variable with the access key."
+    )
+    secret_key_env: EnvironmentName = Field(
         default="AWS_SECRET_ACCESS_KEY", description="Environment variable with the secret key."
     )
-    session_token_env: str = Field(
+    session_token_env: EnvironmentName = Field(
         default="AWS_SESSION_TOKEN", description="Environment variable with the token of temporary keys, if any."
     )
     anonymous: bool = Field(default=False, description="Sign no request: a public bucket that is only read.")

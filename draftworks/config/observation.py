@@ -8,10 +8,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from draftworks.config.base import Spec
+from draftworks.config.base import EnvironmentName, Spec
 from draftworks.config.service import is_loopback
-from draftworks.config.urls import parse_url
+from draftworks.config.urls import parse_url, require_root
 from draftworks.storage.names import require_name
+from draftworks.storage.suggestions import suggest_or_list
 
 
 class ObservedServerSpec(Spec):
@@ -24,7 +25,7 @@ class ObservedServerSpec(Spec):
     model: str | None = Field(
         default=None, description="Name or path of the model, as the server gives it; default: the target's `model`."
     )
-    api_key_env: str | None = Field(
+    api_key_env: EnvironmentName | None = Field(
         default=None, description="Name of the environment variable with a key, sent as a bearer token."
     )
     timeout_s: float = Field(default=10.0, gt=0, le=60, description="Time limit of one request.")
@@ -40,7 +41,7 @@ class ObservedServerSpec(Spec):
         url = parse_url(value)
         if urlsplit(url).scheme != "https" and not is_loopback(url):
             raise ValueError("http is for this machine alone (127.0.0.1, localhost): use https, or a tunnel")
-        return url
+        return require_root(url)
 
 
 class ObservationSpec(Spec):
@@ -59,7 +60,8 @@ def check_servers(servers: Sequence[ObservedServerSpec], strategies: Collection[
     for server in servers:
         if server.strategy not in strategies:
             raise ValueError(
-                f"servers: {server.name}: the target has no strategy {server.strategy}; it has {', '.join(strategies)}"
+                f"servers: {server.name}: the target has no strategy {server.strategy}; "
+                f"{suggest_or_list(server.strategy, strategies)}"
             )
     for what in ("name", "url"):
         values = [getattr(server, what) for server in servers]

@@ -46,7 +46,7 @@ def parse_taps(
     ids = default if given is None else given
     origin = "default" if given is None else "configured"
     where = f"{strategy}: {origin} layer ids {ids} of a target with {num_layers} layers"
-    advice = "Set options.layer_ids to different hf_index values (0 = embeddings, k = after k layers)."
+    advice = "Set options.layer_ids to different hf_index values (0 = embeddings, k = after k layers)"
     if len(ids) != count:
         raise ConfigError(f"{where}: expected {count} taps, found {len(ids)}. {advice}")
     outside = [k for k in ids if not 0 <= k < num_layers]
@@ -55,7 +55,7 @@ def parse_taps(
     if len(set(ids)) != len(ids):
         raise ConfigError(f"{where}: taps collide. {advice}")
     if sorted(ids) != ids:
-        raise ConfigError(f"{where}: expected ascending order, so that the inputs of `fc` are unambiguous. {advice}")
+        raise ConfigError(f"{where}: expected ascending order, {sorted(ids)}")
     return tuple(LayerTap(k) for k in ids)
 
 

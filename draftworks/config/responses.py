@@ -6,11 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import Spec
+from draftworks.config.base import EnvironmentName, Spec
 from draftworks.config.decoding import Decoding
 from draftworks.config.urls import parse_urls
-
-ENVIRONMENT_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
 class EndpointSpec(Spec):
@@ -32,8 +30,8 @@ class EndpointSpec(Spec):
         default=True,
         description="The server returns token ids; false = its text, tokenized again. openai returns text only.",
     )
-    api_key_env: str | None = Field(
-        default=None, pattern=ENVIRONMENT_NAME, description="Name of the environment variable that holds the API key."
+    api_key_env: EnvironmentName | None = Field(
+        default=None, description="Name of the environment variable that holds the API key."
     )
     timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True, description="Seconds to wait for an answer.")
     attempts: int = Field(default=5, ge=1, description="Number of requests for one answer before the run stops.")

@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import Spec
+from draftworks.config.base import EnvironmentName, Spec
 from draftworks.config.urls import parse_url
+from draftworks.storage.suggestions import suggest_or_list
 
 LEAST_PROMPTS = 120
 """Prompts from which on few promotions and decisions are wrong, whatever the data: see docs/benchmarks.md."""
@@ -26,7 +27,7 @@ class HookSpec(Spec):
     url: str | None = Field(
         default=None, description="Address that the record is posted to as JSON: https, or http on this machine."
     )
-    api_key_env: str | None = Field(
+    api_key_env: EnvironmentName | None = Field(
         default=None, description="Name of the environment variable with a key, sent to `url` as a bearer token."
     )
     timeout_s: float = Field(default=60.0, gt=0, le=3600, description="Time limit of one attempt.")
@@ -108,7 +109,8 @@ class ServiceSpec(Spec):
         unknown = sorted(self.margins.keys() - set(names))
         if unknown:
             raise ValueError(
-                f"service.margins.{unknown[0]}: the target is not measured on that eval set; there are: {', '.join(names)}"
+                f"service.margins.{unknown[0]}: the target is not measured on that eval set; "
+                f"{suggest_or_list(unknown[0], names)}"
             )
 
     def select_margin(self, eval_set: str) -> float:

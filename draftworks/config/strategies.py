@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
@@ -13,10 +12,11 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import model_validator
 
-from draftworks.config.registry_files import Spec
+from draftworks.config.registry_files import Spec, StrategyEntry
 from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
+from draftworks.storage.suggestions import suggest_or_list
 
 PLUGINS = "draftworks.strategies"
 """Entry-point group: every process imports its modules, and each import registers strategies."""
@@ -46,8 +46,8 @@ class StrategyOptions(Spec):
         name = "teacher_temperature"
         if isinstance(values, Mapping) and name in values and name not in cls.model_fields:
             raise ValueError(
-                f"{name}: this strategy's labels are tokens, and its loss compares no distributions that a temperature "
-                "could soften: leave it out, or take a strategy that has the option"
+                f"{name}: this strategy's labels are tokens, and a temperature softens none: leave it out, or take a strategy "
+                "that has the option"
             )
         return values
 
@@ -209,7 +209,7 @@ class StrategySpec:
 
     def parse_options(self, values: dict[str, Any], where: str) -> Any:
         """Return the validated options. Raises ConfigError, beginning with `where`, for an unknown key or bad value."""
-        return parse_spec(self.options, values, where)
+        return parse_spec(self.options, values, where, beside=lambda: {"strategies.NAME": StrategyEntry})
 
     def fit_defaults(self, values: Mapping[str, Any], target: TargetSizes) -> dict[str, Any]:
         """Return an entry's options with those defaults added that are too large for a target, lowered to what fits."""
@@ -234,7 +234,7 @@ class StrategySpec:
         """Return the export format with that name. Raises ConfigError with the closest names if it is unknown."""
         formats = {spec.name: spec for spec in self.exports}
         if name not in formats:
-            raise ConfigError(f"strategy {self.name} has no export format {name!r}: {_suggest_names(name, formats)}")
+            raise ConfigError(f"strategy {self.name} has no export format {name!r}: {suggest_or_list(name, formats)}")
         return formats[name]
 
     def find_refusals(
@@ -289,7 +289,7 @@ def resolve_strategy(name: str) -> StrategySpec:
     """Return the strategy with that name. Raises ConfigError with the closest names if it is unknown."""
     known = list_strategies()
     if name not in known:
-        raise ConfigError(f"unknown strategy {name!r}: {_suggest_names(name, known)}")
+        raise ConfigError(f"unknown strategy {name!r}: {suggest_or_list(name, known)}")
     return _REGISTRY[name]
 
 
@@ -297,7 +297,7 @@ def resolve_export(name: str) -> ExportSpec:
     """Return any strategy's export format with that name. Raises ConfigError with the closest names if unknown."""
     formats = {export.name: export for strategy in list_strategies() for export in _REGISTRY[strategy].exports}
     if name not in formats:
-        raise ConfigError(f"unknown export format {name!r}: {_suggest_names(name, formats)}")
+        raise ConfigError(f"unknown export format {name!r}: {suggest_or_list(name, formats)}")
     return formats[name]
 
 
@@ -307,12 +307,9 @@ def list_strategies() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-def _suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: the closest names, then all known ones."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=2)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}Available: {', '.join(known) or 'none'}"
+def list_option_models() -> dict[str, type[StrategyOptions]]:
+    """Return the options of every strategy by their place in an entry."""
+    return {f"strategies.{name}.options": resolve_strategy(name).options for name in list_strategies()}
 
 
 @functools.cache

@@ -148,5 +148,5 @@ def require_one_schedule(followers: Sequence[StreamFollower]) -> None:
             if expected != found:
                 raise ConfigError(
                     f"{first.name} and {other.name} cannot follow one stream: {name} is {expected} and {found}. Give both "
-                    "the same seed and global batch, or train each from a stream of its own (streaming.share: false)"
+                    "the same, or each a stream of its own (streaming.share: false)"
                 )

@@ -28,6 +28,28 @@ def parse_url(value: str) -> str:
     return value.rstrip("/")
 
 
+_PAGES = (
+    "metrics",
+    "v1",
+    "server_info",
+    "get_server_info",
+    "health",
+    "health_generate",
+    "generate",
+    "completions",
+    "models",
+)
+"""Last parts of the addresses of pages that servers have: an address that ends so is not that of the server."""
+
+
+def require_root(url: str) -> str:
+    """Return the address of a server. Raises ValueError for that of one of its pages."""
+    root, _, page = url.rpartition("/")
+    if page in _PAGES and urlsplit(url).path:
+        raise ValueError(f"expected the address of the server, without /{page}; did you mean {root}?")
+    return url
+
+
 def parse_urls(values: list[str]) -> list[str]:
     """Return each address as `parse_url` does; raise ValueError also for a repeated address."""
     urls = [parse_url(value) for value in values]

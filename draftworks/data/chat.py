@@ -160,8 +160,8 @@ class ChatTokenizer:
         for number, turn in enumerate(turns, start=1):
             if "".join(turn.content.split()) not in printed:
                 raise DataError(
-                    f"{self.name}: the chat template does not print what turn {number} ({turn.role}) says, {turn.content[:40]!r}: it "
-                    "expects another form of messages (content as a list of parts?). Use another template (chat_template)"
+                    f"{self.name}: the chat template does not print turn {number} ({turn.role}), {turn.content[:24]!r} (does it "
+                    "expect lists?): use another, chat_template"
                 )
 
     def encode_prompt(self, turns: Sequence[Turn]) -> list[int]:
@@ -173,8 +173,7 @@ class ChatTokenizer:
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if (largest := max(ids, default=0)) >= self.vocab_size:
             raise OutsideVocabulary(
-                f"{self.name}: the tokenizer gives id {largest}, the target's vocabulary has {self.vocab_size} ids:"
-                " the tokenizer belongs to another model"
+                f"{self.name}: the tokenizer gives id {largest} of {self.vocab_size:,}: it is of another model"
             )
         return ids
 
@@ -228,7 +227,7 @@ class ChatTokenizer:
                 return name
         raise ConfigError(
             f"{self.name}: its chat template has no switch for thinking (none of {', '.join(THINKING_SWITCHES)} changes what it "
-            "prints): leave responses.thinking out"
+            "prints): leave responses.thinking or mix.shares out"
         )
 
     def _render(
@@ -257,7 +256,7 @@ class ChatTokenizer:
         except CpuTimeExceeded:
             raise ConfigError(
                 f"{self.name}: the chat template has not finished one conversation after {RENDER_LIMIT_S:g} s of processor time:"
-                " it probably loops. Use another template (chat_template of the target)"
+                " it probably loops. Use another (chat_template)"
             ) from None
         except Exception as error:  # a template is a third-party program: whatever it raises, the remedy is the same
             raise DataError(f"{self.name}: the chat template refuses the conversation: {first_line(error)}") from error

@@ -78,7 +78,7 @@ def parse_conversation(row: Any, expected: Format | None = None) -> Conversation
     if name == "tokens":
         raise RowError("a pre-tokenized row in a data set of conversations")
     if expected is not None and name != expected:
-        raise RowError(f"expected the key {_KEY_OF[expected]}, found {_KEY_OF[name]}")
+        raise RowError(f"expected format {expected} (key {_KEY_OF[expected]}), found {name} (key {_KEY_OF[name]})")
     messages = row[_KEY_OF[name]]
     if not isinstance(messages, list):
         raise RowError(f"{_KEY_OF[name]}: expected a list of messages, found {_kind(messages)}")

@@ -31,7 +31,7 @@ from draftworks.data.spans import (
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 
-NO_ANSWER = "it has no answer, and responses.mode passthrough trains on the data's own answers: set responses.mode to regenerate"
+NO_ANSWER = "it has no answer for responses.mode passthrough: set responses.mode to regenerate"
 
 
 @dataclass(frozen=True)

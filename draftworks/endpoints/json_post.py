@@ -51,7 +51,10 @@ def post_json(
             if shown_as is not None:
                 text = text.replace(url, shown_as)
             wait_s = _parse_seconds(response.headers.get("Retry-After"))
-            problem = "" if response.is_success else f"{where}: {response.status_code}: {text}"
+            said = (
+                text.strip() or f"{response.reason_phrase or 'no reason'}, and nothing else was said: look into its log"
+            )
+            problem = "" if response.is_success else f"{where}: it answers {response.status_code}: {said}"
             return Posted(text, problem, response.status_code, wait_s)
     except httpx.TimeoutException:
         return Posted("", f"{where}: no answer within {timeout_s:g} s")

@@ -15,6 +15,7 @@ from draftworks.storage.names import require_name
 from draftworks.storage.records import DraftIdentity, ReportIdentity
 from draftworks.storage.regular_files import read_json
 from draftworks.storage.result_names import explain_data_version, read_names
+from draftworks.storage.suggestions import suggest
 from draftworks.storage.words import list_names
 from draftworks.targets.registry import HELDOUT
 
@@ -138,7 +139,9 @@ def find_compared_draft(text: str, artifacts: ArtifactStore) -> ComparedDraft:
     if len(names) == 2:
         draft = artifacts.find(asset, target)
         if draft is None:
-            raise ConfigError(f"{text}: target {target} has no {strategy} draft yet; {_list_drafts(artifacts)}")
+            raise ConfigError(
+                f"{text}: target {target} has no {strategy} draft yet; {_suggest_drafts(text, artifacts)}"
+            )
         return _of_draft(text, draft, artifacts)
     return _of_draft(text, _choose(text, artifacts.list_all(asset, target), artifacts), artifacts)
 
@@ -251,6 +254,15 @@ def _choose(text: str, known: Sequence[Artifact], artifacts: ArtifactStore) -> A
         raise ConfigError(f"{text}: no draft is of that name; {_list_drafts(artifacts)}")
     names = list_names(f"{one.target}/{strategy_of_draft(one.asset)}/{one.path.name}" for one in found)
     raise ConfigError(f"{text}: several drafts are of that name: {names}")
+
+
+def _suggest_drafts(text: str, artifacts: ArtifactStore) -> str:
+    """Return the newest drafts whose TARGET/STRATEGY is close to a text; where none is, the begin of the list."""
+    pairs = {
+        f"{path.parent.name}/{strategy_of_draft(path.parents[1].name)}"
+        for path in artifacts.root.glob(f"*{_DRAFT_SUFFIX}/*/*/")
+    }
+    return suggest(text, sorted(pairs)) or _list_drafts(artifacts)
 
 
 def _list_drafts(artifacts: ArtifactStore) -> str:

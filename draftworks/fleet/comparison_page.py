@@ -12,6 +12,7 @@ from draftworks.evaluation.acceptance_length import NAME, format_change, format_
 from draftworks.evaluation.ladder.statistics import AcceptanceSummary
 from draftworks.evaluation.report.findings import WALK
 from draftworks.evaluation.report.markdown_tables import render_table
+from draftworks.evaluation.report.text_tables import TextTable, fill, render_text_table
 from draftworks.fleet.compared_drafts import ComparedDraft, ReportPlace
 from draftworks.fleet.draft_comparison import DraftComparison, EvalSetFigures, Kind
 from draftworks.fleet.recipe_differences import Difference
@@ -46,7 +47,7 @@ def render_markdown(found: DraftComparison, picture: str | None = None, width: i
     """
     parts = [f"# {_title(found)}"]
     for section in _iterate_sections(found):
-        parts += [f"## {section.title}", *section.text]
+        parts += [f"## {section.title}", *("\n".join(fill(text, width)) for text in section.text)]
         parts += [_render_rows(section.rows, width)] if section.rows else []
         parts += [f"![differences]({picture})"] if picture is not None and section.title == "Figures" else []
     return "\n\n".join(parts) + "\n"
@@ -132,15 +133,11 @@ def _iterate_sections(found: DraftComparison) -> Iterator[_Section]:
 
 
 def _render_rows(rows: Sequence[Mapping[str, str]], width: int | None) -> str:
-    """Return a Markdown table; where a line of it is longer than `width`, a list with an item for each row instead."""
+    """Return a Markdown table, or, where a line of it is longer than `width`, one that fits a terminal."""
     table = render_table(rows, max_cell_length=_MAX_CELL_LENGTH)
     if width is None or max(map(len, table.splitlines())) <= width:
         return table
-    lines = []
-    for row in rows:
-        first, *others = (f"{name}: {value}" if name else value for name, value in row.items() if value)
-        lines += [f"* {first}", *(f"  * {each}" for each in others)]
-    return "\n".join(lines)
+    return render_text_table(TextTable.of("", rows), width)
 
 
 def _build_figures_row(one: EvalSetFigures) -> dict[str, str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TABLE, MARKDOWN, PLOT = "leaderboard.parquet", "leaderboard.md", "leaderboard.png"
 MOST_BARS = 30
 AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
-LONGEST_REASON = 120
+LONGEST_REASON = 200
 TEXTS = ("target", "strategy", "eval_set", "metric", "age", "draft", "stale_against", "draft_changes", "problem")
 NUMBERS = ("value", "low", "high", "confidence", "age_s", "best")
 TIMES = ("measured", "best_measured")

@@ -22,6 +22,7 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.preflight.findings import Findings
 from draftworks.sglang.families import refuse_on_cpu
 from draftworks.sglang.layers import check_capture, read_architecture, to_eagle3_ids
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.targets.quantization import explain_unprobable
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import read_text_config
@@ -131,8 +132,8 @@ def _check_probe(target: TargetSpec, files: TargetFiles) -> None:
     reason = "" if target.capture.allow_unprobed else explain_unprobable(files, target.capture.server.args)
     if reason:
         raise ConfigError(
-            f"target {target.name}: what the engine captures cannot be compared with the target's own weights: {reason}. To "
-            "capture it without this comparison, set capture.allow_unprobed: true"
+            f"target {target.name}: what is captured cannot be compared with the target's weights: {reason}. Allow it: "
+            "capture.allow_unprobed: true"
         )
 
 
@@ -142,8 +143,7 @@ def _check_watermark(target: TargetSpec, name: str, global_batch_size: int) -> N
     if samples is not None and samples < global_batch_size:
         raise ConfigError(
             f"target {target.name}: streaming.watermark.samples is {samples}, expected at least the global batch of {name}, "
-            f"{global_batch_size}: its trainer would wait for samples that producers may not capture yet. Raise it, or "
-            f"lower strategies.{name}.training.global_batch_size"
+            f"{global_batch_size}, for which its trainer would wait. Raise it, or lower global_batch_size"
         )
 
 
@@ -196,8 +196,7 @@ def _check_serving(target: TargetSpec) -> None:
     known = [made.name for name in target.strategies for made in resolve_strategy(name).exports]
     if wanted is not None and wanted not in known:
         raise ConfigError(
-            f"target {target.name}: evaluation.serving.format: expected one of {', '.join(known) or 'no format'}, "
-            f"found {wanted}"
+            f"target {target.name}: evaluation.serving.format: no export format {wanted}; {suggest_or_list(wanted, known)}"
         )
 
 

@@ -28,8 +28,8 @@ def check_counts(target: TargetSpec, uses: Iterable[DataUse], registry: Registry
     for use in known.values():
         if not use.rows:
             findings.error(
-                f"{where}: {use.what}: there is none (data.held_out_share {share:g}, {format_count(asked, 'prompt')}). Give more "
-                "conversations, or change the share"
+                f"{where}: {use.what}: none of {format_count(asked, 'prompt')} (data.held_out_share {share:g}). Give more "
+                "conversations with other prompts, or change the share"
             )
     prompts = {name: float(len(use.rows)) for name, use in known.items() if name != "train"}
     if "train" in known:
@@ -46,7 +46,7 @@ def check_counts(target: TargetSpec, uses: Iterable[DataUse], registry: Registry
             if total * share < _LEAST_EXPECTED:
                 findings.warning(
                     f"{where}: about {total * share:.1f} of {total:,} conversations are held out (data.held_out_share "
-                    f"{share:g}), and the run stops if there are none. Raise the share, or give more"
+                    f"{share:g}), and a run needs one. Raise the share, or give more"
                 )
     _check_least_prompts(target, prompts, findings)
 
@@ -87,7 +87,7 @@ def _check_batches(target: TargetSpec, expected: float, most: int | None, findin
     for name, entry in target.strategies.items():
         size = entry.training.global_batch_size
         where = f"target {target.name}: strategies.{name}.training.global_batch_size"
-        advice = "no optimizer step could be made of fewer samples. Lower it, or use more data"
+        advice = "not enough for one optimizer step. Lower it, or use more data"
         if most is not None and most < size:
             findings.error(f"{where}: found {size}, and there are at most {most:,} samples to train on: {advice}")
         elif expected < size:
@@ -107,7 +107,6 @@ def _check_least_prompts(target: TargetSpec, prompts: Mapping[str, float], findi
     for name, found in prompts.items():
         if 0 < ways * found < least:
             findings.warning(
-                f"target {target.name}: eval set {name} has about {ways * found:,.0f} prompts, and with fewer than {least} "
-                "(service.least_prompts, decision.least_prompts) nothing is decided by it. Give more, hold out more, or lower "
-                "them"
+                f"target {target.name}: eval set {name} has about {ways * found:,.0f} prompts, and below {least} "
+                "(service.least_prompts, decision.least_prompts) nothing is decided. Give more, or lower them"
             )

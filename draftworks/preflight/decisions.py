@@ -14,7 +14,7 @@ def check_decision(target: TargetSpec, registry: Registry, findings: Findings) -
     if act != "none" and registry.load_deployment().budget is None:
         findings.warning(
             f"target {target.name}: decision.act is {act}, and deployment.yaml has no budget: nothing starts by itself. Add a "
-            "budget section, or set decision.act to none"
+            "budget, or leave act out"
         )
 
 

@@ -41,7 +41,7 @@ def check_devices(target: TargetSpec, registry: Registry, findings: Findings, de
         if use.device == "cuda" and found < use.gpus:
             findings.error(
                 f"target {target.name}: {use.key}.device: cuda needs {use.gpus} GPU(s) for the processes of a machine, and "
-                f"this one, on which they run, has {found}. Lower the processes, use cpu, or name another launcher"
+                f"this one has {found}. Lower the processes, use cpu, or another launcher"
             )
     if not found:
         _check_work_on_a_cpu(target, registry, findings)
@@ -74,6 +74,6 @@ def _check_work_on_a_cpu(target: TargetSpec, registry: Registry, findings: Findi
     asked = serving.prompts and serving.device == "auto" and runs_here(target, registry, "serve")
     if asked and serving.compute_dtype != "float32":
         findings.warning(
-            f"{where}: evaluation.serving.compute_dtype: {serving.compute_dtype}, and device auto is a CPU here, on which "
-            "SGLang speculates in float32 only: set float32, or serve on a GPU"
+            f"{where}: evaluation.serving.compute_dtype: {serving.compute_dtype}, and device auto is a CPU here, where "
+            "SGLang speculates in float32 only: set float32"
         )

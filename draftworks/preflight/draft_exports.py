@@ -20,6 +20,7 @@ from draftworks.export.names import DRAFT_FOLDER
 from draftworks.export.server_configs import build_server_configs
 from draftworks.preflight.findings import Findings
 from draftworks.sglang.speculation import Speculation, require_cpu_dtype
+from draftworks.storage.suggestions import suggest_or_list
 
 SERVER = "SGLang"
 """Key of the server in a format's commands."""
@@ -51,10 +52,7 @@ def check_exports(built: BuiltDraft, target: TargetSpec, files: TargetFiles, fin
     refused = canonical.find_refusals(wanted)
     if refused and (formats is not None or len(refused) == len(wanted)):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        findings.error(
-            f"{built.where}.export: no server would compute the draft, which cannot be written as {reasons}. Set formats to "
-            "those that can hold it, [] for none"
-        )
+        findings.error(f"{built.where}.export: {reasons}. Set formats to others, [] for none")
     written = [name for name in wanted if name not in refused]
     for name in written:
         _check_config(built, canonical, name, findings)
@@ -91,9 +89,8 @@ def _check_serving(
         commands |= {name: made[SERVER]} if SERVER in made else {}
     if serving.format is not None and serving.format not in commands:
         findings.error(
-            f"target {target.name}: evaluation.serving.format: expected one of {', '.join(commands) or 'no format'}, in "
-            f"which there will be an export of {built.strategy.name} for {SERVER}, found {serving.format}. Leave it out, or "
-            f"write another (strategies.{built.strategy.name}.export.formats)"
+            f"target {target.name}: evaluation.serving.format: {built.strategy.name} will have no export for {SERVER} in "
+            f"{serving.format}; {suggest_or_list(serving.format, commands)}. Add it to export.formats, or leave it out"
         )
     elif commands:
         _check_command(built, target, commands[serving.format or next(iter(commands))], findings)
@@ -117,7 +114,7 @@ def _check_command(built: BuiltDraft, target: TargetSpec, command: str, findings
     if not speculation.sets_draft_tokens and measured != trained:
         findings.error(
             f"{where}.draft_tokens: found {measured}, and in SGLang {built.strategy.name} drafts propose what their own "
-            f"config says, {trained}: the walk would be of other proposals. Leave it out, or set serving.prompts: 0"
+            f"config says, {trained}. Leave it out, or set serving.prompts: 0"
         )
     contradicted = speculation.find_contradicted(evaluation.serving.server.args)
     if contradicted:

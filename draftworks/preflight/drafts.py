@@ -21,6 +21,8 @@ from draftworks.preflight.findings import Findings
 from draftworks.targets.weights import silence_transformers
 from draftworks.training.best import BestRule
 
+_FAR = 2
+"""Times the proposals that a draft is trained for, beyond which a number of them is doubtful."""
 BUILT_IN = "draftworks."
 """What the factories of the package's own strategies begin with."""
 
@@ -43,6 +45,7 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings, uns
             "they will agree with the target less than they could"
         )
     most: dict[str, int | None] = {}
+    trained: dict[str, int] = {}
     for name, entry in target.strategies.items():
         if name in unsound:
             continue
@@ -51,14 +54,15 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings, uns
         try:
             draft = _build_draft(strategy, options, parts)
         except DraftworksError as error:
-            findings.error(f"{where}: {error}")
+            findings.error(f"{where}: {str(error).removeprefix(f'target {target.name}: ')}")
         except Exception as error:  # inconsistent sizes may raise any error, in a plug-in too
             _report_build_failure(strategy, where, error, findings)
         else:
-            most[name] = draft.max_draft_tokens
+            most[name], trained[name] = draft.max_draft_tokens, draft.draft_tokens
             _check_best_metric(strategy, options, entry, where, findings)
             check_exports(BuiltDraft(strategy, entry, draft, parts, where), target, files, findings)
     _check_proposals(target, most, findings)
+    _check_far_proposals(target, {name: known for name, known in trained.items() if most[name] is None}, findings)
 
 
 def _check_best_metric(
@@ -91,6 +95,18 @@ def _report_build_failure(strategy: StrategySpec, where: str, error: Exception, 
         findings.error(f"{message}. Correct the sizes in its options")
     else:
         findings.warning(f"{message}. (Built on device meta, without weights, which this strategy may not support)")
+
+
+def _check_far_proposals(target: TargetSpec, trained: dict[str, int], findings: Findings) -> None:
+    """Warn of more proposals per pass than drafts without a limit of their own are trained to make."""
+    requested = target.evaluation.draft_tokens
+    far = {name: known for name, known in trained.items() if requested is not None and requested > _FAR * known}
+    if far:
+        known = ", ".join(f"{name} is trained for {count}" for name, count in far.items())
+        findings.warning(
+            f"target {target.name}: evaluation.draft_tokens: found {requested}; {known}: hardly any later proposal is accepted, "
+            "and each costs time. Lower it, or leave it out"
+        )
 
 
 def _check_proposals(target: TargetSpec, most: dict[str, int | None], findings: Findings) -> None:

@@ -22,7 +22,7 @@ def check_custom_engine(target: TargetSpec, registry: Registry, findings: Findin
         report = findings.error if runs_here(target, registry, "capture") else findings.warning
         report(
             f"target {target.name}: capture.custom.entry_point {custom.entry_point}: there is no module {module} here. Install "
-            "its package in the environment that runs the platform, or correct the name"
+            "its package, or correct the name"
         )
 
 

@@ -30,7 +30,7 @@ from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.fitted_defaults import describe_fitted
-from draftworks.targets.registry import Registry
+from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import digest_datasets
 from draftworks.targets.weights import WEIGHT_CHECKS, check_target_weights
@@ -68,7 +68,7 @@ def _examine_loaded(
         files = resolve_target(target, registry, digests)
     except DraftworksError as error:
         if target.is_hub and "cannot be reached" in str(error):
-            findings.warning(f"{error}. Model, tokenizer and drafts were not checked")
+            findings.warning(f"{error}. Nothing of it was checked")
         else:
             findings.error(str(error))
     examine_target(target, files, registry, findings, digests, None if var is None else var / TARGET_CHECKS)
@@ -140,11 +140,14 @@ def _check_data(
     """
     before = len(findings.errors)
     where = f"target {target.name}"
+    for text in registry.find_unknown_names(target):
+        findings.error(text)
+    datasets, evals = registry.list_datasets(), registry.list_eval_sets()
     wanted: dict[str, str] = {}
-    for name in target.training_datasets:
+    for name in filter(datasets.__contains__, target.training_datasets):
         with findings.collect_errors():
             wanted[registry.load_dataset(name).name] = f"{where}: data set {name}"
-    for name in target.evals:
+    for name in filter([*evals, HELDOUT].__contains__, target.evals):
         with findings.collect_errors():
             dataset = registry.load_dataset(registry.load_eval_set(name).dataset).name
             wanted.setdefault(dataset, f"{where}: eval set {name}: data set {dataset}")

@@ -32,9 +32,8 @@ def check_feature_budget(target: TargetSpec, registry: Registry, findings: Findi
         needed = nbytes * (1 / GB)
         if needed.value > budget:
             findings.warning(
-                f"{where}: {asset} will take about {_format(needed)}, and the budget is {budget:g} GB: a capture that would "
-                "store more is refused. Raise it, or use fewer samples (data.max_conversations), shorter ones (max_length) or "
-                "fewer taps"
+                f"{where}: {asset} will take about {_format(needed)}, and more than {budget:g} GB is refused. Raise it, or lower "
+                "data.max_conversations or max_length"
             )
     _check_disk(target, registry, sum(found.values(), NOTHING), findings)
 
@@ -49,7 +48,7 @@ def _check_disk(target: TargetSpec, registry: Registry, needed: Estimate, findin
     if needed.value > free:
         findings.warning(
             f"target {target.name}: its features will take about {_format(needed * (1 / GB))}, and the disk of {existing} has "
-            f"{free / GB:,.1f} GB left: make room, name another folder (deployment: features.root), or let features stream"
+            f"{free / GB:,.1f} GB left: make room, name another (features.root), or let them stream"
         )
 
 

@@ -12,6 +12,7 @@ from draftworks.errors import ConfigError
 from draftworks.preflight.devices import check_devices
 from draftworks.preflight.engines import check_custom_engine
 from draftworks.preflight.findings import Findings
+from draftworks.preflight.named_outside import check_named_outside
 from draftworks.preflight.object_storage import check_object_storage
 from draftworks.preflight.streams import check_stream, find_existing
 from draftworks.sglang.environment import find_installed_version, require_capturing
@@ -37,11 +38,7 @@ def check_machine(target: TargetSpec, registry: Registry, findings: Findings) ->
     _check_sglang(target, registry, findings)
     check_stream(target, registry, findings)
     _check_control_address(target, findings)
-    endpoint = target.responses.endpoint
-    if endpoint is not None and endpoint.api_key_env is not None and endpoint.api_key_env not in os.environ:
-        findings.warning(
-            f"{where}: responses.endpoint.api_key_env: the environment has no {endpoint.api_key_env}: set it where runs start"
-        )
+    check_named_outside(target, findings)
 
 
 def _check_control_address(target: TargetSpec, findings: Findings) -> None:

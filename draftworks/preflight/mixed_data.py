@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from draftworks.config.mix import THINKING
 from draftworks.config.registry_files import TargetSpec
@@ -10,6 +10,7 @@ from draftworks.data.slice_columns import LANGUAGE, PROMPT_LENGTH, PROMPT_LENGTH
 from draftworks.data.sources import SERVED
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.sample_rows import Sample, find_absent_values
+from draftworks.storage.suggestions import list_names, suggest
 from draftworks.targets.registry import Registry
 
 
@@ -29,11 +30,32 @@ def check_mix(target: TargetSpec, samples: Mapping[str, Sample], registry: Regis
             return
     for column, shares in target.mix.shares.items():
         absent = _find_absent(column, {value for value, share in shares.items() if share}, target, registry)
-        if absent:
-            findings.error(
-                f"target {target.name}: mix.shares: {column}: no conversation has {', '.join(sorted(absent))}. Set the share to "
-                "0, or give data with it"
-            )
+        if column == SOURCE:
+            _check_sources(absent, target, samples, registry, findings)
+        elif absent:
+            _report_absent(findings.error, column, absent, target, ())
+
+
+def _check_sources(
+    absent: set[str], target: TargetSpec, samples: Mapping[str, Sample], registry: Registry, findings: Findings
+) -> None:
+    """Report sources with a share that no data set is or names. Logs may name sources of their own in any row."""
+    logs = [samples[name] for name in target.training_datasets if registry.load_dataset(name).format == SERVED]
+    seen = {str(item.columns[SOURCE]) for sample in logs for item in sample.items if SOURCE in item.columns}
+    if absent - seen:
+        report = findings.error if all(sample.whole for sample in logs) else findings.warning
+        _report_absent(report, SOURCE, absent - seen, target, {*target.training_datasets, *seen})
+
+
+def _report_absent(
+    report: Callable[[str], None], column: str, absent: set[str], target: TargetSpec, known: Collection[str]
+) -> None:
+    first = min(absent)
+    hint = f"; {suggest(first, sorted(known)) or f'there are {list_names(sorted(known))}.'}" if known else "."
+    report(
+        f"target {target.name}: mix.shares: {column}: no conversation has {list_names(sorted(absent), 40)}{hint} Set the share to "
+        "0, or give data with it"
+    )
 
 
 def _find_absent(column: str, wanted: set[str], target: TargetSpec, registry: Registry) -> set[str]:
@@ -46,9 +68,6 @@ def _find_absent(column: str, wanted: set[str], target: TargetSpec, registry: Re
         wanted = wanted - set(target.training_datasets)
     for name in target.training_datasets:
         dataset = registry.load_dataset(name)
-        if dataset.format == SERVED:
-            if column == SOURCE:
-                return set()  # logs may name sources of their own
-        elif wanted:
+        if dataset.format != SERVED and wanted:
             wanted = find_absent_values(column, wanted, dataset, registry.root)
     return wanted

@@ -64,8 +64,8 @@ def _check_stream_addresses(target: TargetSpec, registry: Registry, findings: Fi
     where = f"target {target.name}: streaming"
     if streaming.control is None:
         findings.warning(
-            f"{where}.control: null, and its jobs may run on other hosts, where the control plane's database is not: set "
-            "control.listen to an address of the launcher's host that they reach"
+            f"{where}.control: null, and its jobs may run on hosts without the control plane's database: set control.listen to "
+            "an address of this host that they reach"
         )
     elif streaming.control.listen.startswith(_LOOPBACK):
         findings.warning(

@@ -39,8 +39,8 @@ def check_values(target: TargetSpec, findings: Findings) -> None:
             continue
         if training.lr >= MAX_LR:
             findings.error(
-                f"{where}.lr: found {training.lr:g}: with AdamW every weight moves by about lr a step, and nothing is learnt "
-                f"with {MAX_LR:g} or more. Drafts are trained with 1e-5 to 1e-2"
+                f"{where}.lr: found {training.lr:g}: with AdamW nothing is learnt with {MAX_LR:g} or more. Drafts are trained with "
+                "1e-5 to 1e-2"
             )
         elif training.lr * training.weight_decay >= 1:
             findings.error(
@@ -50,7 +50,7 @@ def check_values(target: TargetSpec, findings: Findings) -> None:
         if training.pack_overlong == "refuse" and (training.pack_tokens or target.max_length) < target.max_length:
             findings.warning(
                 f"{where}.pack_tokens: found {training.pack_tokens}; a longer sample ends the training, and max_length "
-                f"{target.max_length} allows such. Raise it, or set pack_overlong to own_row"
+                f"{target.max_length} allows one. Raise it, or set pack_overlong to own_row"
             )
         for doubt in _find_unusual(training):
             findings.warning(f"{where}.{doubt.key}: found {doubt.value:g}; {doubt.usual}")
@@ -108,16 +108,16 @@ def _check_comparisons(target: TargetSpec, findings: Findings) -> None:
         batch = entry.training.global_batch_size
         if target.capture.storage != "plain" and not gates.fp8_ungated and gates.fp8_samples < batch:
             findings.warning(
-                f"{where}: gates.fp8_samples: found {gates.fp8_samples}, fewer than strategies.{name}.training."
-                f"global_batch_size {batch}: judge_fp8 could make no optimizer step. Raise it"
+                f"{where}: gates.fp8_samples: found {gates.fp8_samples}, fewer than the global_batch_size {batch} of {name}: "
+                "judge_fp8 could make no optimizer step. Raise it"
             )
     if not target.asks_both_ways or target.mix is None:
         return
     missing = [way for way, share in target.mix.shares[THINKING].items() if not share]
     if missing:
         findings.warning(
-            f"{where}: mix.shares: thinking: the share of {missing[0]} is 0: drafts are measured both ways and learn one, and "
-            "compare_thinking has nothing to compare. Give both a share, or set responses.thinking instead"
+            f"{where}: mix.shares: thinking: the share of {missing[0]} is 0: drafts are measured both ways and learn one. Give "
+            "both a share, or set responses.thinking instead"
         )
     if target.comparison.tokens < target.max_length:
         findings.warning(

@@ -30,8 +30,7 @@ def check_probe_reach(target: TargetSpec, files: TargetFiles, findings: Findings
     if size * _SURE > target.capture.probe_gb:
         findings.error(
             f"target {target.name}: capture.probe_gb: {target.capture.probe_gb:g} GB are less than the {size:.3g} GB of the "
-            f"{needed} layer(s) up to the first that drafts read, so nothing that the engine captures could be compared with "
-            "the target's own weights. Raise it, or set capture.allow_unprobed: true"
+            f"{needed} layer(s) before the first that drafts read: nothing could be compared. Raise it, or set allow_unprobed"
         )
 
 

@@ -17,7 +17,8 @@ from draftworks.preflight.sample_tokens import DataUse, list_uses, tokenize_samp
 from draftworks.preflight.shared_prompts import check_prompts
 from draftworks.preflight.slice_columns import check_slices
 from draftworks.preflight.stream_bytes import check_stream_bytes
-from draftworks.storage.words import format_count
+from draftworks.storage.suggestions import list_names
+from draftworks.storage.words import format_count, shorten
 from draftworks.targets.registry import Registry
 
 
@@ -66,21 +67,20 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
 def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findings) -> None:
     if sample.skipped:
         findings.warning(
-            f"{where}: {', '.join(path.name for path in sample.skipped)}: a JSON list of more than "
-            f"{MAX_JSON_LIST_BYTES >> 20} MiB has to be read whole for its first rows, so it was not looked at. Convert it to "
-            "JSONL or Parquet to have it checked"
+            f"{where}: {list_names(path.name for path in sample.skipped)}: not looked at, as a JSON list of more than "
+            f"{MAX_JSON_LIST_BYTES >> 20} MiB has to be read whole. Convert it to JSONL or Parquet"
         )
     if not sample.rows:
         if not sample.skipped:
             findings.error(f"{where}: its files hold no row")
     elif not sample.items:
-        findings.error(f"{where}: none of its first {sample.rows} rows can be used, the first: {sample.reasons[0]}")
+        findings.error(f"{where}: none of its first {sample.rows} rows can be used: {shorten(sample.reasons[0], 120)}")
     elif len(sample.reasons) > target.data.max_rejected_share * sample.rows:
         report = findings.error if sample.whole else findings.warning
         rows = f"its {sample.rows}" if sample.whole else f"its first {sample.rows}"
         report(
-            f"{where}: {len(sample.reasons)} of {rows} rows cannot be used, and the run stops if that is so "
-            f"of more than {target.data.max_rejected_share:.0%} (data.max_rejected_share). The first: {sample.reasons[0]}"
+            f"{where}: {len(sample.reasons)} of {rows} rows cannot be used (allowed: "
+            f"{target.data.max_rejected_share:.0%}, data.max_rejected_share): {shorten(sample.reasons[0], 80)}"
         )
         _check_ids(where, 0 if sample.whole else sample.outside, sample.rows, target, findings)
     if sample.unread:
@@ -101,7 +101,7 @@ def _check_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findi
     if chat.largest_id >= files.vocab_size:
         findings.warning(
             f"{where}: its tokenizer has ids up to {chat.largest_id:,}, the model's vocabulary ends at {files.vocab_size - 1:,}: "
-            "rows with a higher id are left out, and many stop the run. Check that it is the tokenizer of this model"
+            "rows with a higher id are left out, and many stop the run. Check that they belong together"
         )
     elif chat.largest_id < files.vocab_size // 2:
         findings.warning(

@@ -47,9 +47,7 @@ def _explain_loss(row: RowTokens, asked: bool, max_length: int) -> str | None:
     if row.problem is not None or (row.answer_problem is not None and not asked):
         return row.problem or row.answer_problem
     if asked and row.prompt >= max_length:
-        return (
-            f"its prompt has {row.prompt:,} tokens, which leaves no room for an answer within max_length {max_length}"
-        )
+        return f"a prompt of {row.prompt:,} tokens leaves no room within max_length {max_length}"
     if not asked and not row.supervised:
         return f"no supervised token in the first {max_length} of {row.length:,}"
     return None
@@ -62,7 +60,7 @@ def _check_rejected(where: str, use: DataUse, target: TargetSpec, findings: Find
     reasons = [reason for reason in losses.values() if reason is not None]
     total, limit = len(use.rows), target.data.max_rejected_share
     if not usable and all(row.problem or (row.answer_problem and not use.asked) for row in use.rows):
-        findings.error(f"{where}: none of {use.what} can be tokenized: {reasons[0]}")
+        findings.error(f"{where}: none of {use.what}: {reasons[0]}")
     elif not usable and use.asked:
         findings.error(
             f"{where}: the prompts of {use.what} leave no room for an answer within max_length {target.max_length}. Raise "
@@ -73,8 +71,8 @@ def _check_rejected(where: str, use: DataUse, target: TargetSpec, findings: Find
     elif len(reasons) > min(limit, _WARNING_SHARE) * total:
         report = findings.error if use.whole and len(reasons) > limit * total else findings.warning
         report(
-            f"{where}: {len(reasons):,} of {use.what} give no sample ({len(reasons) / total:.1%}), and the run stops where more "
-            f"than {limit:.1%} do (data.max_rejected_share). The first: {reasons[0]}"
+            f"{where}: {len(reasons):,} of {use.what} give no sample ({len(reasons) / total:.1%}; allowed: {limit:.1%}, "
+            f"data.max_rejected_share): {reasons[0]}"
         )
     return usable
 
@@ -94,9 +92,8 @@ def _check_packing(
         over = [length for length in lengths if length > training.pack_tokens]
         if over:
             findings.error(
-                f"{where}: {len(over):,} of {use.what} give samples of more tokens than strategies.{name}.training.pack_tokens "
-                f"{training.pack_tokens}, the longest of at least {max(over):,}, and the training ends there. Raise it, or set "
-                "pack_overlong to own_row"
+                f"{where}: {len(over):,} of {use.what} have up to {max(over):,} tokens, more than pack_tokens "
+                f"{training.pack_tokens} of {name}, and the training ends there. Raise it, or set pack_overlong to own_row"
             )
 
 

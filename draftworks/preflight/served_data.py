@@ -20,7 +20,7 @@ def check_served_data(target: TargetSpec, registry: Registry, findings: Findings
     served = [name for name, spec in trained.items() if spec.format == SERVED]
     if served and target.responses.mode == "passthrough":
         findings.error(f"{where}: data set {served[0]} holds prompts without answers: set responses.mode to regenerate")
-    for name in target.evals:
+    for name in filter(registry.list_eval_sets().__contains__, target.evals):
         with findings.collect_errors():
             spec = registry.load_eval_set(name)
             if spec.dataset in trained and spec.part == "all" and (target.mix is not None or spec.dataset in served):

@@ -43,7 +43,7 @@ def check_prompts(target: TargetSpec, samples: Mapping[str, Sample], registry: R
         if learnt:
             findings.warning(
                 f"target {target.name}: eval set {name}: {learnt:,} of {len(measured.rows):,} prompts are trained on too, so it "
-                "measures what was learnt by heart. Take them out of one, or set part: held_out in the eval set"
+                "measures what was learnt by heart. Take them out, or set its part: held_out"
             )
 
 
@@ -73,7 +73,7 @@ def _show(row: Conversation | TokenRow) -> str:
     if isinstance(row, TokenRow):
         return " ".join(map(str, row.input_ids[:8]))
     asked = next((turn.content for turn in row.turns if turn.role == "user"), "")
-    return asked[:60]
+    return asked[:40]
 
 
 def _report_shared(where: str, found: _Prompts, findings: Findings) -> None:
@@ -82,12 +82,12 @@ def _report_shared(where: str, found: _Prompts, findings: Findings) -> None:
         return
     rows = f"{total:,} rows" if found.whole else f"first {total:,} rows"
     findings.note(
-        f"{where}: {shared:,} of its {rows} share a prompt (system and first user turn) with another one, and go with it to "
-        f"the training part or the held-out part: {len(found.rows):,} prompts"
+        f"{where}: {shared:,} of its {rows} share a prompt (system and first user turn) with another one, and are trained on "
+        f"or held out with it: {len(found.rows):,} prompts"
     )
     key, most = found.rows.most_common(1)[0]
     if most > LARGEST_SHARE * total:
         findings.warning(
-            f"{where}: {most:,} of its {rows} have one prompt ({most / total:.0%}){found.shown[key]}: all of them are trained on, "
-            "or all held out, whatever data.held_out_share says. Take some out, or let the first user turn say what differs"
+            f"{where}: {most:,} of its {rows} have one prompt ({most / total:.0%}){found.shown[key]}: all are trained on, or all "
+            "held out. Take some out, or let the first user turn differ"
         )

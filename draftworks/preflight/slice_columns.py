@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 from draftworks.config.mix import THINKING
@@ -12,6 +11,7 @@ from draftworks.data.sources import SERVED
 from draftworks.errors import DataError
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.sample_rows import Sample, find_absent_columns
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.targets.registry import Registry
 
 
@@ -25,11 +25,8 @@ def check_slices(target: TargetSpec, samples: Mapping[str, Sample], registry: Re
     known = _list_made_columns(target, datasets)
     known |= {name for sample in samples.values() for item in sample.items for name in item.columns}
     for name in _find_absent(target.evaluation.slices, known, datasets, registry):
-        close = difflib.get_close_matches(name, known, n=2)
-        findings.error(
-            f"target {target.name}: evaluation.slices: no eval set has a column {name!r}"
-            + (f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(sorted(known))}")
-        )
+        hint = suggest_or_list(name, sorted(known))
+        findings.error(f"target {target.name}: evaluation.slices: no eval set has a column {name!r}; {hint}")
 
 
 def _list_made_columns(target: TargetSpec, datasets: Sequence[DatasetSpec]) -> set[str]:

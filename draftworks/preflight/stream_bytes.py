@@ -40,6 +40,5 @@ def check_stream_bytes(target: TargetSpec, files: TargetFiles, uses: Iterable[Da
             report = findings.error if limit < _LEAST_TOKENS * per_token else findings.warning
             report(
                 f"target {target.name}: streaming.watermark.bytes: found {limit:,}, and a global batch of {name} has about "
-                f"{usual:,.0f} or more: the trainer would wait for samples that producers may not capture yet. Raise it, or "
-                f"lower strategies.{name}.training.global_batch_size"
+                f"{usual:,.0f} or more: its trainer would wait for ever. Raise it, or lower global_batch_size"
             )

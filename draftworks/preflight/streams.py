@@ -43,8 +43,8 @@ def _check_control_folder(target: TargetSpec, registry: Registry, findings: Find
         )
     if mount is not None and mount.is_shared:
         findings.error(
-            f"target {target.name}: {key}: {place} is on a network file system ({mount.kind}, mounted on {mount.point}), and "
-            "the control plane's database needs a disk of this host: name a local folder as streaming.control_folder"
+            f"target {target.name}: {key}: {place} is on a network file system ({mount.kind}, on {mount.point}), and the "
+            "control plane needs a disk of this host: set streaming.control_folder"
         )
 
 
@@ -56,9 +56,10 @@ def _check_mooncake(target: TargetSpec, registry: Registry, findings: Findings) 
     for python in pythons:
         problem = _find_import_problem(python)
         if problem:
+            where = "this Python" if python == pythons[0] else "sglang.python"
             findings.error(
-                f"target {target.name}: streaming.store.kind mooncake: {python} cannot import Mooncake: {problem}. Install "
-                "draftworks[mooncake] there, and of the system libibverbs1 libnl-3-200 libnl-route-3-200"
+                f"target {target.name}: streaming.store.kind mooncake: {where}: {problem.rpartition(': ')[2][:60]}. Install "
+                "draftworks[mooncake], and libibverbs1 libnl-3-200 libnl-route-3-200"
             )
 
 

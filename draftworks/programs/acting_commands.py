@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.evaluation.report.text_tables import TextTable, print_table
 from draftworks.programs.service_commands import (
     CHECKOUT_REGISTRY,
     RegistryOption,
@@ -19,14 +18,16 @@ from draftworks.programs.service_commands import (
     TargetArgument,
     WhoOption,
     WhyOption,
+    require_strategy,
 )
 from draftworks.programs.start import report_error
+from draftworks.storage.suggestions import suggest
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
     from draftworks.decision.answers import AnswerFile
+    from draftworks.decision.queue import Step
 
-FILE_WIDTH = 1000
 START_NEEDS_DAEMON = (
     "start: decision_sensor starts it while Dagster's daemon runs: draftworks ui, or dagster-daemon run; draftworks doctor "
     "says whether it does"
@@ -52,16 +53,20 @@ def decisions(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         typer.echo(f"warning: {line}", err=True)
     used = state.ledger.sum_hours(now)
     limit = "no budget" if state.budget is None else f"{used:.3g} of {state.budget.gpu_hours_per_week:g} GPU-hours"
-    table = Table(title=f"decisions; {limit} in 7 days", title_justify="left")
-    for column in ("target", "strategy", "choice", "now", "why", "traffic x loss", "GPU-hours"):
-        table.add_column(column, overflow="fold")
-    for step in steps:
-        hours = "" if step.hours is None else f"{step.hours:.3g}"
-        row = (step.target, step.strategy, step.choice, step.action, step.reason, f"{step.priority:.3g}", hours)
-        table.add_row(*map(escape, row))
-    Console(width=None if Console().is_terminal else FILE_WIDTH).print(table)
+    print_table(build_decisions_table(f"decisions; {limit} in 7 days", steps))
     if any(step.action is Action.START for step in steps):
         typer.echo(START_NEEDS_DAEMON)
+
+
+def build_decisions_table(title: str, steps: Iterable[Step]) -> TextTable:
+    """Build the table with a row for each decision."""
+    rows = [
+        (step.target, step.strategy, str(step.choice), str(step.action), f"{step.priority:.3g}")
+        + ("" if step.hours is None else f"{step.hours:.3g}", step.reason)
+        for step in steps
+    ]
+    columns = ("target", "strategy", "choice", "now", "traffic x loss", "GPU-hours", "why")
+    return TextTable(title, columns, tuple(rows), right=frozenset(("traffic x loss", "GPU-hours")), heads=2)
 
 
 def accept(
@@ -79,8 +84,10 @@ def accept(
 
     try:
         if choice is not None and choice not in ("keep", "tune", "retrain"):
-            raise ConfigError(f"--choice: expected keep, tune or retrain, found {choice!r:.50}")
+            hint = suggest(choice, ("keep", "tune", "retrain"))
+            raise ConfigError(f"--choice: expected keep, tune or retrain, found {choice!r:.50}; {hint}".rstrip("; "))
         file = open_answers(registry, target)
+        require_strategy(Registry(registry), target, strategy)
         earlier = file.read().given.get((target, strategy))
         given = file.accept(
             target, strategy, None if choice is None else Choice(choice), _name(who), why or "", time.time()
@@ -94,6 +101,12 @@ def accept(
         typer.echo(f"the answer before it: {earlier.choice}, {earlier.describe()}{about}")
     if given.choice is Choice.KEEP:
         typer.echo("nothing starts")
+    elif Registry(registry).load_deployment().budget is None:
+        typer.echo(
+            "warning: deployment.yaml has no budget, so nothing starts by itself: add budget: {gpu_hours_per_week: N}, or "
+            f"draftworks run {given.choice}_{strategy} --target {target}",
+            err=True,
+        )
     if held is not None:
         typer.echo(f"the target is on hold {held.describe()}: nothing starts before draftworks release {target}")
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.evaluation.report import text_tables
 from draftworks.programs.start import CHECKOUT, report_error
 from draftworks.targets.registry import Registry
 
@@ -46,7 +45,7 @@ def compare(
             _write_page(out, found)
     except (DraftworksError, OSError) as error:
         raise report_error(error) from None
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = text_tables.find_terminal_width()
     typer.echo(json.dumps(describe_comparison(found), indent=2) if as_json else render_markdown(found, width=width))
 
 

@@ -11,10 +11,12 @@ import typer
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError, DraftworksError, StoreError
+from draftworks.programs.start import report_error
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.asset_names import TOKENIZED_TRAIN, TRAINING_FEATURES
 from draftworks.storage.data_records import read_captured_weights
 from draftworks.storage.identity import FileDigests
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.storage.words import format_count
 from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
@@ -38,8 +40,7 @@ def export_features(
     try:
         record = write_speculators_features(Registry(registry), target, out, strategy, fp8, samples)
     except DraftworksError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise report_error(error) from None
     ids = " ".join(map(str, record["target_layer_ids"]))
     typer.echo(
         f"{out}: {format_count(record['samples'], 'sample')}, {record['tokens']:,} tokens, "
@@ -61,6 +62,11 @@ def write_speculators_features(
         StoreError: the features do not exist, or are those of other weights, or are streamed and so not stored.
     """
     spec = registry.load_target(target)
+    if strategy is None and len(spec.strategies) != 1:
+        raise ConfigError(f"target {target} has the strategies {sorted(spec.strategies)}: name one by --strategy")
+    name = strategy or next(iter(spec.strategies))
+    if name not in spec.strategies:
+        raise ConfigError(f"target {target} has no strategy {name!r}; {suggest_or_list(name, sorted(spec.strategies))}")
     digests = FileDigests(registry.resolve_var_folder() / "digests.json")
     files = resolve_target(spec, registry, digests)
     artifacts = ArtifactStore(registry.resolve_var_folder(), digests)
@@ -75,11 +81,6 @@ def write_speculators_features(
             f"target {target} has `streaming`: its features are captured while a draft is trained on them, and are not "
             "stored. Remove `streaming` and materialize training_features"
         )
-    if strategy is None and len(spec.strategies) != 1:
-        raise ConfigError(f"target {target} has the strategies {sorted(spec.strategies)}: name one by --strategy")
-    name = strategy or next(iter(spec.strategies))
-    if name not in spec.strategies:
-        raise ConfigError(f"target {target} has no strategy {name!r}, it has {sorted(spec.strategies)}")
     kind = resolve_strategy(name)
     options = kind.parse_options(spec.strategies[name].options, where=f"target {target}: {name}")
     taps = tuple(tap.name for tap in kind.taps(files.num_layers, options))

@@ -11,7 +11,7 @@ import yaml
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
-from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
@@ -37,8 +37,7 @@ def import_checkpoint(
             source, resolve_target(found.load_target(target), found, digests), out, norm_output_means
         )
     except DraftworksError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise report_error(error) from None
     defaults = resolve_strategy(imported.strategy).options().model_dump()
     options = {name: value for name, value in imported.options.items() if value != defaults[name]}
     where = os.path.relpath(out.resolve(), found.root.resolve())

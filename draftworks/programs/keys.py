@@ -99,6 +99,8 @@ def _format_default(field: FieldInfo) -> str:
 
 def _format_type(annotation: Any) -> str:
     """Format an annotation: `int | None`, `one of a, b`."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _format_type(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(annotation)))
     if len(alternatives := _split_union(annotation)) > 1:

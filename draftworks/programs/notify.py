@@ -10,6 +10,7 @@ import typer
 
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.programs.start import CHECKOUT, report_error
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 
@@ -32,9 +33,9 @@ def notify(
         specs = found.load_deployment().notifications
         chosen = [each for each in specs if channel in (None, each.channel)]
         if not chosen:
-            names = ", ".join(each.channel for each in specs) or "none"
+            names = [each.channel for each in specs]
             what = "notifications: no channel" if channel is None else f"notifications: no channel {channel}"
-            raise ConfigError(f"{registry / 'deployment.yaml'}: {what}; there are: {names}")
+            raise ConfigError(f"{registry / 'deployment.yaml'}: {what}; {suggest_or_list(channel or '', names)}")
         for spec in chosen:
             if not test:
                 box = Outbox(found.resolve_var_folder(), spec.channel)

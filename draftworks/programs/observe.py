@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
 from draftworks.programs.service_commands import CHECKOUT_REGISTRY, RegistryOption, TargetArgument
 from draftworks.programs.start import report_error
 from draftworks.storage.artifacts import ArtifactStore
@@ -21,8 +19,6 @@ from draftworks.targets.registry import Registry
 if TYPE_CHECKING:
     from draftworks.production.observer import Observation, Observer
     from draftworks.production.standing import ServerStanding
-
-FILE_WIDTH = 1000
 
 
 def observe(
@@ -94,11 +90,7 @@ def _print(target: str, standings: Sequence[ServerStanding], as_json: bool) -> N
     if as_json:
         typer.echo(json.dumps({"target": target, "servers": list(map(to_json, standings))}))
         return
-    table = Table(title=f"servers of {target}", title_justify="left", caption=CAPTION, caption_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, overflow="fold")
-    for standing in standings:
-        table.add_row(*map(escape, format_row(standing)))
-    Console(width=None if Console().is_terminal else FILE_WIDTH).print(table)
+    rows = tuple(map(format_row, standings))
+    print_table(TextTable(f"servers of {target}", COLUMNS, rows, CAPTION, digests=frozenset(("draft",))))
     for note in list_notes(standings):
-        typer.echo(note)
+        print_text(note)

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from draftworks.errors import DraftworksError
+from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
 from draftworks.planning.plan import Plan, add_plans, make_plan
 from draftworks.planning.plan_table import build_header, build_json, build_rows, describe_beside
 from draftworks.planning.saved_plan import StepActual, compare_plan, load_plan
@@ -20,7 +18,6 @@ from draftworks.programs.start import CHECKOUT, report_error
 from draftworks.targets.registry import Registry
 
 CHECKOUT_REGISTRY = CHECKOUT / "registry"
-FILE_WIDTH = 1000
 CAPTION = (
     "* as the registry has it. Time of what is left to do, one step after the other: most likely value and bounds; "
     "GPU-hours are a step's hours times its GPUs, where a process on the CPU counts as one"
@@ -28,7 +25,7 @@ CAPTION = (
 
 
 def plan(
-    targets: Annotated[list[str], typer.Argument(metavar="TARGET...", help="One or several; these are added up.")],
+    targets: Annotated[list[str], typer.Argument(metavar="TARGET", help="One or several; these are added up.")],
     strategy: Annotated[
         list[str] | None, typer.Option("--strategy", help="Only this draft; may be given several times.")
     ] = None,
@@ -50,22 +47,17 @@ def plan(
     if as_json:
         typer.echo(json.dumps(build_json(made, actual), indent=2))
         return
-    console = Console(width=None if Console().is_terminal else FILE_WIDTH)
-    console.print(build_plan_table(made, actual))
+    print_table(build_plan_table(made, actual))
     chosen = [(each.target, line) for each in subjects for line in each.describe_chosen()]
     for line in (*describe_beside(made), *(f"{target.name}: {line}" for target, line in chosen)):
-        console.print(line, markup=False, highlight=False)
+        print_text(line)
 
 
-def build_plan_table(made: Plan, actual: tuple[StepActual, ...] = ()) -> Table:
+def build_plan_table(made: Plan, actual: tuple[StepActual, ...] = ()) -> TextTable:
     """Build the table of a plan, with what its steps took where they are made."""
     title = f"plan of {', '.join(made.targets)}: {', '.join(made.strategies)}"
-    table = Table(title=escape(title), title_justify="left", caption=CAPTION, caption_justify="left")
-    for name in build_header(made, actual):
-        table.add_column(name, overflow="fold", justify="left" if name in ("step", "rate") else "right")
-    for row in build_rows(made, actual):
-        table.add_row(*map(escape, row))
-    return table
+    header, rows = build_header(made, actual), tuple(build_rows(made, actual))
+    return TextTable(title, header, rows, CAPTION, right=frozenset(header) - {"step", "rate"})
 
 
 def _compare(subject: PlanSubject, made: Plan) -> tuple[StepActual, ...]:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from draftworks.errors import DraftworksError
-from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
+from draftworks.evaluation.report.text_tables import SHORT_DIGEST, TextTable, print_table, print_text
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.retention.pins import list_pins, pin_result, unpin_result
 from draftworks.retention.place import Place
 from draftworks.retention.removable import Item, RemovalPlan, plan_removal
 from draftworks.retention.removal import Removal, remove_items
 from draftworks.retention.survey import Survey, survey
 from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.suggestions import list_names
 from draftworks.targets.registry import Registry
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SHOWN = 20
-FILE_WIDTH = 1000
 
 
 def usage(as_json: JsonOption = False, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
@@ -32,21 +30,22 @@ def usage(as_json: JsonOption = False, registry: RegistryOption = CHECKOUT_REGIS
         place = Place.of(Registry(registry))
         found, pins = survey(place), list_pins(place.var)
     except DraftworksError as error:
-        raise _fail(error) from None
+        raise report_error(error) from None
     if as_json:
-        sizes = [{"kind": each.kind, "owner": each.owner, "bytes": n} for each, n in sorted_sizes(found)]
+        sizes = [
+            {
+                "kind": each.kind,
+                "owner": each.owner,
+                "targets": sorted(found.targets_of.get(each.owner, ())),
+                "bytes": n,
+            }
+            for each, n in sorted_sizes(found)
+        ]
         typer.echo(json.dumps({"sizes": sizes, "pins": [str(pin.result) for pin in pins]}))
         return
-    table = Table("owner", "kind", "bytes", title="usage", title_justify="left")
-    table.columns[-1].justify = "right"
-    for each, nbytes in sorted_sizes(found):
-        table.add_row(escape(each.owner or "all"), each.kind, format_bytes(nbytes))
-    table.add_section()
-    table.add_row("together", "", format_bytes(sum(found.sizes.values())))
-    console = _make_console()
-    console.print(table)
+    print_table(build_usage_table(found))
     for pin in pins:
-        console.print(f"pinned: {pin.result}, by {pin.who}: {pin.why or 'no reason given'}", markup=False)
+        print_text(f"pinned: {pin.result}, by {pin.who}: {pin.why or 'no reason given'}")
 
 
 def prune(
@@ -60,24 +59,23 @@ def prune(
         place = Place.of(found)
         looked = survey(place)
         plan = plan_removal(looked.totals, looked.candidates, place.settings.budgets)
-        console = _make_console()
         if not as_json:
-            console.print(build_kinds_table(plan))
-            _print_items(console, plan.items)
+            print_table(build_kinds_table(plan))
+            _print_items(plan.items)
         if not yes:
             if as_json:
                 typer.echo(json.dumps({"would_remove": list(map(describe, plan.items)), "bytes": plan.nbytes}))
             elif plan.items:
-                console.print(f"{format_bytes(plan.nbytes)} would go. Remove with: draftworks prune --yes")
+                print_text(f"{format_bytes(plan.nbytes)} would go. Remove with: draftworks prune --yes")
             return
         done = remove_items(plan, lambda: Place.of(found))
     except DraftworksError as error:
-        raise _fail(error) from None
+        raise report_error(error) from None
     if as_json:
         removed = list(map(describe, done.removed))
         typer.echo(json.dumps({"removed": removed, "left": done.left, "bytes": done.nbytes}))
     else:
-        _print_removal(console, done)
+        _print_removal(done)
 
 
 def pin(
@@ -91,7 +89,7 @@ def pin(
     try:
         made = pin_result(ArtifactStore(Registry(registry).resolve_var_folder()), asset, target, digest, why)
     except (DraftworksError, ValueError) as error:
-        raise _fail(error) from None
+        raise report_error(error) from None
     typer.echo(f"pinned {made.asset} {made.digest} of target {made.target}")
 
 
@@ -100,7 +98,7 @@ def unpin(target: str, asset: str, digest: str, registry: RegistryOption = CHECK
     try:
         unpin_result(Registry(registry).resolve_var_folder(), asset, target, digest)
     except (DraftworksError, ValueError) as error:
-        raise _fail(error) from None
+        raise report_error(error) from None
     typer.echo(f"{asset} {digest} of target {target} is not pinned any more")
 
 
@@ -109,18 +107,33 @@ def sorted_sizes(found: Survey) -> list[Any]:
     return sorted(((each, n) for each, n in found.sizes.items() if n), key=lambda one: (-one[1], one[0].owner))
 
 
-def build_kinds_table(plan: RemovalPlan) -> Table:
+def name_owner(owner: str, targets: Collection[str]) -> str:
+    """Return whose something is: a target, or, of what targets of the same weights share, these and the weights."""
+    if not owner:
+        return "all"
+    shared = [target for target in sorted(targets) if target != owner]
+    return f"{list_names(shared, 40)} (weights {owner[:SHORT_DIGEST]})" if shared else owner
+
+
+def build_usage_table(found: Survey) -> TextTable:
+    """Build a table with a row per owner and kind, the largest first."""
+    rows = [
+        (name_owner(each.owner, found.targets_of.get(each.owner, ())), each.kind, format_bytes(nbytes))
+        for each, nbytes in sorted_sizes(found)
+    ]
+    rows.append(("together", "", format_bytes(sum(found.sizes.values()))))
+    return TextTable("usage", ("owner", "kind", "bytes"), tuple(rows), right=frozenset(("bytes",)), heads=2)
+
+
+def build_kinds_table(plan: RemovalPlan) -> TextTable:
     """Build a table with a row per kind: what there is, what may go, what goes."""
-    table = Table(
-        "kind", "there is", "nothing refers to", "goes", "then", "budget", title="prune", title_justify="left"
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = ("kind", "there is", "nothing refers to", "goes", "then", "budget")
+    rows = []
     for each in plan.kinds:
         budget = "" if each.budget is None else format_bytes(each.budget) + (" (over)" if each.is_over else "")
         sizes = (each.total, each.removable, each.removed, each.total - each.removed)
-        table.add_row(each.kind, *map(format_bytes, sizes), budget)
-    return table
+        rows.append((each.kind, *map(format_bytes, sizes), budget))
+    return TextTable("prune", columns, tuple(rows), right=frozenset(columns[1:]))
 
 
 def describe(item: Item) -> dict[str, Any]:
@@ -136,24 +149,15 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
-def _print_items(console: Console, items: Sequence[Item]) -> None:
+def _print_items(items: Sequence[Item]) -> None:
     for item in sorted(items, key=lambda one: -one.nbytes)[:SHOWN]:
-        owner = f" of {item.owner}" if item.owner else ""
-        console.print(f"{format_bytes(item.nbytes):>9}  {item.name}{owner}: {item.why}", markup=False, highlight=False)
+        owner = f" of {name_owner(item.owner, item.targets)}" if item.owner else ""
+        print_text(f"{format_bytes(item.nbytes):>9}  {item.name}{owner}: {item.why}")
     if len(items) > SHOWN:
-        console.print(f"and {len(items) - SHOWN} more: --json lists all", highlight=False)
+        print_text(f"and {len(items) - SHOWN} more: --json lists all")
 
 
-def _print_removal(console: Console, done: Removal) -> None:
-    console.print(f"removed {len(done.removed)}: {format_bytes(done.nbytes)} are free")
+def _print_removal(done: Removal) -> None:
+    print_text(f"removed {len(done.removed)}: {format_bytes(done.nbytes)} are free")
     for name, reason in done.left.items():
-        console.print(f"left {name}: {reason}", markup=False, highlight=False)
-
-
-def _fail(error: Exception) -> typer.Exit:
-    typer.echo(f"error: {error}", err=True)
-    return typer.Exit(1)
-
-
-def _make_console() -> Console:
-    return Console(width=None if Console().is_terminal else FILE_WIDTH)
+        print_text(f"left {name}: {reason}")

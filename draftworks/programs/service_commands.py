@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftworks.errors import DraftworksError
+from draftworks.errors import ConfigError, DraftworksError
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.service.record import InService
+from draftworks.service.register import ServiceRegister
 from draftworks.service.resolve import resolve_draft
 from draftworks.service.rule import describe_figures
 from draftworks.service.states import find_delivery, read_states
 from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import FileDigests
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
     from draftworks.service.promotion import Service
 
+NOTHING_TO_DO = "nothing is changed, as this draft is in service already: "
 TargetArgument = Annotated[str, typer.Argument(help="The registry's name of the model.")]
 StrategyArgument = Annotated[str, typer.Argument(help="eagle3, dflash and their like.")]
 WhyOption = Annotated[str | None, typer.Option("--why", help="The reason, for the record.")]
@@ -62,7 +66,8 @@ def promote(
             typer.echo(f"draft {judgement.candidate.served.digest}: {verdict}; nothing is changed")
             return
         record = service.promote(judgement, Request(who or name_user(), why or "", expect, force, canary))
-        typer.echo(describe_record(record))
+        unchanged = judgement.current is not None and record.number == judgement.current.number
+        typer.echo(f"{NOTHING_TO_DO}{describe_record(record)}" if unchanged else describe_record(record))
         told = tell(service, record)
     except DraftworksError as error:
         raise report_error(error) from None
@@ -110,11 +115,9 @@ def in_service(
     registry: RegistryOption = CHECKOUT_REGISTRY,
 ) -> None:
     """Show the draft in service, its state, figures and canary; with --folder, where a server finds it."""
-    from draftworks.service.register import ServiceRegister
-
     try:
         found = Registry(registry)
-        found.find_target_file(target)
+        require_strategy(found, target, strategy)
         register = ServiceRegister(found.resolve_var_folder(), target, strategy)
         if folder:
             typer.echo(resolve_draft(register.var, target, strategy, export_format))
@@ -136,12 +139,26 @@ def in_service(
         raise report_error(error) from None
 
 
+def require_strategy(registry: Registry, target: str, strategy: str) -> None:
+    """Raise ConfigError for a target that there is not, or a strategy that it neither uses nor has drafts of."""
+    registry.find_target_file(target)
+    if (registry.resolve_var_folder() / of_strategy(strategy).draft / target).is_dir():
+        return  # the entry may use another one now
+    try:
+        known = list(registry.load_target(target).strategies)
+    except DraftworksError:
+        return  # a broken entry does not hide what is in service
+    if strategy not in known and not ServiceRegister(registry.resolve_var_folder(), target, strategy).read_history():
+        raise ConfigError(f"target {target} does not use {strategy[:40]!r}; {suggest_or_list(strategy, known)}")
+
+
 def open_service(registry: Path, target: str, strategy: str) -> Service:
     """Return the drafts of a strategy of a target, with the target's files as they are now."""
     from draftworks.service.promotion import Service
     from draftworks.targets.resolve import resolve_target
 
     found = Registry(registry)
+    require_strategy(found, target, strategy)
     spec = found.load_target(target)
     digests = FileDigests(found.resolve_var_folder() / "digests.json")
     files = resolve_target(spec, found, digests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,9 +10,12 @@ import typer
 
 from draftworks.data.slice_weights import DEFAULT_MAX_WEIGHT, SlicePlan, save_plan
 from draftworks.errors import ConfigError, DraftworksError, StoreError
+from draftworks.evaluation.report import text_tables
+from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
 from draftworks.programs.start import CHECKOUT, report_error
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import ReportIdentity
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
@@ -43,7 +47,7 @@ def slices(
         found = Registry(registry)
         spec = found.load_target(target)
         if strategy not in spec.strategies:
-            raise ConfigError(f"target {target} does not use {strategy}; it has {', '.join(spec.strategies)}")
+            raise ConfigError(f"target {target} does not use {strategy}; {suggest_or_list(strategy, spec.strategies)}")
         history = SliceHistory(ArtifactStore(found.resolve_var_folder()), target, strategy)
         chosen = draft or history.find_draft_in_service()
         report = history.find_newest(chosen)
@@ -73,7 +77,7 @@ def _choose_eval_sets(
     """Return the eval sets of both reports, or the wanted one of them."""
     both = [name for name in history.list_eval_sets(report) if name in history.list_eval_sets(reference)]
     if wanted is not None and wanted not in both:
-        raise ConfigError(f"eval set {wanted}: expected one that both reports have: {', '.join(both)}")
+        raise ConfigError(f"eval set {wanted}: not in both reports; {suggest_or_list(wanted, both)}")
     if wanted is None and one_only and len(both) > 1:
         raise ConfigError(f"weights are made from one eval set: choose with --eval-set among {', '.join(both)}")
     return both if wanted is None else [wanted]
@@ -82,10 +86,9 @@ def _choose_eval_sets(
 def _show(
     history: SliceHistory, report: Artifact, reference: Artifact, eval_set: str, least: int
 ) -> tuple[SliceChange, ...]:
-    from draftworks.evaluation.report.markdown_tables import render_table
     from draftworks.evaluation.report.slice_changes import compare_slices
 
-    typer.echo(f"{eval_set}: report {report.path.name} against {reference.path.name}, that of the promotion; rung 3")
+    print_text(f"{eval_set}: report {report.path.name} against {reference.path.name}, that of the promotion; rung 3")
     if report.path.name == reference.path.name:
         typer.echo("nothing was measured since the promotion: draftworks run evaluate")
         return ()
@@ -97,11 +100,27 @@ def _show(
     if not changes:
         typer.echo("its data has no column with two values or more among language, prompt_length, thinking and source")
         return ()
-    typer.echo(render_table([one.to_row() for one in changes]))
+    _print_changes(changes)
     fell = [f"{one.column} {one.value}" for one in changes if one.verdict == "fell"]
     compared = sum(one.compared is not None for one in changes)
-    typer.echo(f"fell: {', '.join(fell) or 'none'} ({compared} slices compared, corrected by Holm)")
+    print_text(f"fell: {', '.join(fell) or 'none'} ({compared} slices compared, corrected by Holm)")
     return changes
+
+
+def _print_changes(changes: Iterable[SliceChange]) -> None:
+    """Print a table of slices; into a file or a pipe as Markdown."""
+    from draftworks.evaluation.report.markdown_tables import render_table
+
+    rows = [one.to_row() for one in changes]
+    if text_tables.find_terminal_width() is not None:
+        print_table(build_slices_table(rows))
+    else:
+        typer.echo(render_table(rows))
+
+
+def build_slices_table(rows: Sequence[Mapping[str, str]]) -> TextTable:
+    """Build the table of how slices have changed."""
+    return TextTable.of("", rows, right=frozenset(("prompts", "before", "now")), heads=2)
 
 
 def _save(path: Path, changes: tuple[SliceChange, ...], about: SlicePlan, max_weight: float) -> None:
@@ -121,7 +140,6 @@ def _save(path: Path, changes: tuple[SliceChange, ...], about: SlicePlan, max_we
 
 def _show_weighted(history: SliceHistory, report: Artifact, chosen: str) -> None:
     """Show whether weights have helped the draft of a report, which may be newer than the chosen one."""
-    from draftworks.evaluation.report.markdown_tables import render_table
     from draftworks.fleet.slice_history import summarize_weighted
 
     try:
@@ -133,4 +151,4 @@ def _show_weighted(history: SliceHistory, report: Artifact, chosen: str) -> None
         draft = str(ReportIdentity.of(report).draft_identity)
         typer.echo(f"\ndraft {draft}{'' if draft == chosen else ', not in service'}. {summarize_weighted(found)}")
         typer.echo(f"{found.plan.eval_set}: report {report.path.name} against {found.plan.report}, that of the weights")
-        typer.echo(render_table([one.to_row() for one in found.changes]))
+        _print_changes(found.changes)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from draftworks.errors import DraftworksError
-from draftworks.fleet.leaderboard import Fleet
+from draftworks.evaluation.report import text_tables
+from draftworks.evaluation.report.text_tables import TextTable, print_table
+from draftworks.fleet.leaderboard import Fleet, Standing
 from draftworks.fleet.leaderboard_views import CAPTION, cells, markdown
-from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.targets.registry import Registry
 
 
@@ -21,15 +21,15 @@ def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     try:
         standings = Fleet.of(Registry(registry)).standings()
     except DraftworksError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-    if not Console().is_terminal:
+        raise report_error(error) from None
+    if text_tables.find_terminal_width() is None:
         typer.echo(markdown(standings), nl=False)
         return
-    rows = [cells(standing, time.time()) for standing in standings]
-    table = Table(title="leaderboard", title_justify="left", caption=CAPTION, caption_justify="left")
-    for column in rows[0] if rows else ():
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row.values()))
-    Console().print(table)
+    print_table(build_leaderboard(standings, time.time()))
+
+
+def build_leaderboard(standings: Sequence[Standing], now: float) -> TextTable:
+    """Build the table with a row per draft; `now` is in seconds since the epoch."""
+    rows = (cells(standing, now) for standing in standings)
+    digests = frozenset(("draft",))
+    return TextTable.of("leaderboard", rows, caption=CAPTION, digests=digests, heads=2)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from typer._click import globals as click
 
 from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.programs.short_paths import shorten_paths
 
 if TYPE_CHECKING:  # half a second of imports that `run --help` does not need
     from draftworks.targets.registry import Registry
@@ -32,6 +34,7 @@ def run(
     job: Annotated[
         str, typer.Argument(help="everything, prepare, train_eagle3 and its like, evaluate, serve, resolve ...")
     ],
+    name: Annotated[str | None, typer.Argument(metavar="TARGET", help="The same as --target.")] = None,
     target: Annotated[str | None, typer.Option("--target", "-t", help="The registry's name of the model.")] = None,
     config: Annotated[list[Path] | None, typer.Option("--config", "-c", help="Run config (YAML); any number.")] = None,
     registry: RegistryOption = CHECKOUT_REGISTRY,
@@ -41,10 +44,14 @@ def run(
 ) -> None:
     """Run a job for one target, in a terminal or in CI. If it fails, the last lines say why; exit code not 0."""
     try:
+        if name is not None and target is not None and name != target:
+            raise ConfigError(f"a run is of one target: found {name} and --target {target}")
+        target = target or name
         for path in [*(config or []), *([file] if file else [])]:
             if not path.is_file():
                 raise ConfigError(f"{path}: no such file")
         if file is None:
+            _require_job(job, target, registry)
             file = prepare_location(registry, target)
         elif registry != CHECKOUT_REGISTRY:
             raise ConfigError(
@@ -56,6 +63,13 @@ def run(
     arguments += [] if target is None else ["--target", target]
     arguments += [word for path in config or [] for word in ("-c", str(path))]
     raise typer.Exit(run_in_process_group(arguments + ([] if file is None else ["-f", str(file)])))
+
+
+def _require_job(job: str, target: str | None, registry: Path) -> None:
+    from draftworks.programs.job_names import require_job  # half a second, see above
+    from draftworks.targets.registry import Registry
+
+    require_job(job, target, Registry(registry))
 
 
 def prepare_location(root: Path, target: str | None) -> Path | None:
@@ -78,6 +92,9 @@ def prepare_location(root: Path, target: str | None) -> Path | None:
 def load_entry(registry: Registry, name: str) -> None:
     """Read all that a target's entry names in the registry. Raises ConfigError; other targets' entries do not matter."""
     target = registry.load_target(name)
+    unknown = registry.find_unknown_names(target)
+    if unknown:
+        raise ConfigError("\n".join(unknown))
     for dataset in target.training_datasets:
         registry.load_dataset(dataset)
     for eval_set in target.evals:
@@ -154,5 +171,8 @@ def is_port_free(port: int) -> bool:
 
 def report_error(reason: object) -> typer.Exit:
     """Print an error and return the exit to raise, with code 1."""
-    typer.echo(f"error: {reason}", err=True)
+    context = click.get_current_context(silent=True)
+    registry = None if context is None else context.params.get("registry")
+    text = str(reason) if registry is None else shorten_paths(str(reason), registry)
+    typer.echo(f"error: {text}", err=True)
     return typer.Exit(1)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
-
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.acceptance_length import NAME, SYMBOL, format_length
 from draftworks.evaluation.report.sampled import describe_rates, list_sampled_acceptance
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary
+from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
 from draftworks.evaluation.strategy_metrics import describe_strategy_metrics
-from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
 from draftworks.targets.registry import HELDOUT, Registry
@@ -25,45 +22,41 @@ WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_le
 
 def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     """Show what exists for a target: every result, and the acceptance of its drafts."""
-    console = Console(width=None if Console().is_terminal else 120)
     try:
         found = Registry(registry)
         spec = found.load_target(target)
         artifacts = ArtifactStore(found.resolve_var_folder())
         results = build_results_table(target, artifacts)
-        if not results.row_count:
-            console.print(f"target {target}: nothing made yet. Run the job `everything` for this partition.")
+        if not results.rows:
+            print_text(f"target {target}: nothing made yet: draftworks run everything --target {target}")
             return
-        console.print(results)
+        print_table(results)
         for strategy in spec.strategies:
             report = artifacts.find(of_strategy(strategy).report, target)
             if report is not None:
-                console.print(build_acceptance_table(strategy, report))
+                print_table(build_acceptance_table(strategy, report))
                 if list_sampled_acceptance(strategy, report.summary["drafts"]["trained"]):
-                    console.print(build_sampled_table(strategy, report))
+                    print_table(build_sampled_table(strategy, report))
             draft = artifacts.find(of_strategy(strategy).draft, target)
             if draft is not None and describe_strategy_metrics(draft.summary["heldout"]):
-                console.print(build_strategy_metrics_table(strategy, draft))
+                print_table(build_strategy_metrics_table(strategy, draft))
     except DraftworksError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise report_error(error) from None
 
 
-def build_results_table(target: str, artifacts: ArtifactStore) -> Table:
+def build_results_table(target: str, artifacts: ArtifactStore) -> TextTable:
     """Build a table with a row per asset that has a result, oldest first."""
-    table = Table(title=f"target {target}", title_justify="left")
-    for column in ("asset", "digest", "made", "seconds", "what"):
-        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
+    rows = []
     existing = [artifacts.find(folder.name, target) for folder in sorted(artifacts.root.glob("*/")) if folder.is_dir()]
     for artifact in sorted((a for a in existing if a is not None), key=lambda a: a.created):
         made = datetime.fromtimestamp(artifact.created).strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(
-            artifact.asset, artifact.path.name, made, f"{artifact.seconds:.1f}", format_summary_values(artifact)
-        )
-    return table
+        rows.append((artifact.asset, artifact.path.name, made, f"{artifact.seconds:.1f}", format_values(artifact)))
+    columns = ("asset", "digest", "made", "seconds", "what")
+    number, digest = frozenset(("seconds",)), frozenset(("digest",))
+    return TextTable(f"target {target}", columns, tuple(rows), right=number, digests=digest)
 
 
-def format_summary_values(artifact: Artifact) -> str:
+def format_values(artifact: Artifact) -> str:
     """Format the main values of a result's summary as one line."""
     wanted = (
         "conversations",
@@ -80,37 +73,36 @@ def format_summary_values(artifact: Artifact) -> str:
     return ", ".join(f"{key} {_short(artifact.summary[key])}" for key in wanted if key in artifact.summary)
 
 
-def build_acceptance_table(strategy: str, report: Artifact) -> Table:
+def build_acceptance_table(strategy: str, report: Artifact) -> TextTable:
     """Build a table with a row for the trained draft, the same draft untrained, and the bigram baseline."""
     drafts: dict[str, dict[str, Any]] = report.summary["drafts"]
     positions = max(len(metrics["eval/per_position_acc"]) for metrics in drafts.values())
-    table = Table(title=f"{strategy}: held-out acceptance", title_justify="left", caption_justify="left")
-    table.caption = (
+    caption = (
         f"{NAME}, the target's own token counted, {report.summary['draft_tokens']} proposed per pass: simulated (rung 1 of "
         "the acceptance ladder), walk (greedy serving replayed, rung 3), loop (real decoding, rung 4); acc_i: accuracy at "
         f"position i (rung 0).{_describe_prompts(report)}"
     )
     rungs = {"simulated": SIMULATED_METRIC, "walk": WALK_METRIC, "loop": LOOP_METRIC}
     lengths = [f"{SYMBOL} {rung}" for rung in rungs]
-    for column in ("draft", *lengths, *(f"acc_{position + 1}" for position in range(positions))):
-        table.add_column(column, justify="left" if column == "draft" else "right")
+    columns = ("draft", *lengths, *(f"acc_{position + 1}" for position in range(positions)))
+    rows = []
     for name, metrics in sorted(drafts.items(), key=lambda item: -item[1][SIMULATED_METRIC]):
         shown = [format_length(metrics.get(metric), 3, none="") for metric in rungs.values()]
-        table.add_row(name, *shown, *(f"{accuracy:.3f}" for accuracy in metrics["eval/per_position_acc"]))
-    return table
+        rows.append((name, *shown, *(f"{accuracy:.3f}" for accuracy in metrics["eval/per_position_acc"])))
+    title = f"{strategy}: held-out acceptance"
+    return TextTable(title, columns, tuple(rows), caption, right=frozenset(columns[1:]))
 
 
-def build_sampled_table(strategy: str, report: Artifact) -> Table:
+def build_sampled_table(strategy: str, report: Artifact) -> TextTable:
     """Build a table with a row per temperature and rule of acceptance, of the trained draft."""
-    table = Table(title=f"{strategy}: above temperature 0, by the rule of each server", title_justify="left")
-    table.caption = "simulated (rung 1) is over the contexts of the stored answers; loop (rung 4) decodes"
-    table.caption_justify = "left"
-    for column in ("decoding", "rule", "servers", "simulated", "loop"):
-        table.add_column(column, justify="right" if column in ("simulated", "loop") else "left")
+    columns = ("decoding", "rule", "servers", f"{SYMBOL} simulated", f"{SYMBOL} loop")
+    rows = []
     for one in list_sampled_acceptance(strategy, report.summary["drafts"]["trained"]):
-        figures = ("" if value is None else format_length(value, 3) for value in (one.simulated, one.loop))
-        table.add_row(one.decoding.describe(), one.decoding.rule, one.servers, *figures)
-    return table
+        figures = (format_length(value, 3, none="") for value in (one.simulated, one.loop))
+        rows.append((one.decoding.describe(), one.decoding.rule or "", one.servers, *figures))
+    title = f"{strategy}: above temperature 0, by the rule of each server"
+    caption = "simulated (rung 1) is over the contexts of the stored answers; loop (rung 4) decodes"
+    return TextTable(title, columns, tuple(rows), caption, right=frozenset(columns[3:]), heads=3)
 
 
 def _describe_prompts(report: Artifact) -> str:
@@ -126,19 +118,20 @@ def _list_prompts(report: ReportSummary, rung: int) -> list[int | None]:
     return [score.prompts for score in report.select_scores(TRAINED, rung) if not score.temperature]
 
 
-def build_strategy_metrics_table(strategy: str, draft: Artifact) -> Table:
+def build_strategy_metrics_table(strategy: str, draft: Artifact) -> TextTable:
     """Build a table of the strategy's own metrics (docs/strategies.md), with a column per draft position."""
     metrics = {
         k: v if isinstance(v, list) else [v] for k, v in describe_strategy_metrics(draft.summary["heldout"]).items()
     }
-    table = Table(title=f"{strategy}: its own metrics, of the published draft", title_justify="left")
-    table.caption = describe_rates(strategy, {f"eval/{name}": value for name, value in metrics.items()}) or None
-    table.add_column("metric")
-    for position in range(max(map(len, metrics.values()))):
-        table.add_column(str(position + 1), justify="right")
-    for name, values in metrics.items():
-        table.add_row(name, *(f"{value:.3f}" for value in values))
-    return table
+    positions = max(map(len, metrics.values()))
+    columns = ("metric", *(str(position + 1) for position in range(positions)))
+    rows = [
+        (name, *(f"{value:.3f}" for value in values), *("" for _ in range(positions - len(values))))
+        for name, values in metrics.items()
+    ]
+    title = f"{strategy}: its own metrics, of the published draft"
+    caption = describe_rates(strategy, {f"eval/{name}": value for name, value in metrics.items()})
+    return TextTable(title, columns, tuple(rows), caption, right=frozenset(columns[1:]))
 
 
 def _short(value: float) -> str:

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from draftworks.errors import StoreError
-from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.artifacts import RECORD, ArtifactStore
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_json
 from draftworks.storage.result_names import choose_name, read_names
+from draftworks.storage.suggestions import suggest_or_list
 
 FOLDER = "pins"
 """In `var`: `ASSET/TARGET/DIGEST.json` for each pin."""
@@ -49,6 +50,7 @@ def pin_result(artifacts: ArtifactStore, asset: str, target: str, digest: str | 
     Raises:
         StoreError: there is no such result.
     """
+    _require_asset(artifacts.root, asset, target)
     if digest is None:
         digest = artifacts.load_current(asset, target).path.name
     try:
@@ -64,11 +66,23 @@ def pin_result(artifacts: ArtifactStore, asset: str, target: str, digest: str | 
 
 def unpin_result(var: Path, asset: str, target: str, digest: str) -> None:
     """Remove the pin of a result, by its digest or its begin. Raises StoreError if there is none."""
+    _require_asset(var, asset, target)
     pinned = dict.fromkeys(path.stem for path in _locate(var, asset, target, "any").parent.glob("*.json"))
     try:
         _locate(var, asset, target, choose_name(digest, pinned, "pinned result")).unlink()
     except (FileNotFoundError, StoreError) as error:
         raise StoreError(f"{asset} {digest} of target {target} is not pinned: {error}") from None
+
+
+def _require_asset(var: Path, asset: str, target: str) -> None:
+    """Raise StoreError for an asset or target of which nothing was ever made, with the closest of those that were."""
+    if (var / asset / target).is_dir():
+        return
+    assets = [path.name for path in var.glob("*/") if any(path.glob(f"*/*/{RECORD}"))]
+    if asset not in assets:
+        raise StoreError(f"no asset {asset[:40]!r} was made yet; {suggest_or_list(asset, assets)}")
+    targets = [path.name for path in (var / asset).glob("*/")]
+    raise StoreError(f"{asset} was not made for a target {target[:40]!r}; {suggest_or_list(target, targets)}")
 
 
 def list_pins(var: Path) -> list[Pin]:

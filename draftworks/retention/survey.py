@@ -53,11 +53,13 @@ class Survey:
 
     Attributes:
         candidates: what may go.
+        targets_of: targets by the digest of the weights that they share, which owns their features and answers.
     """
 
     sizes: Mapping[Holding, int]
     candidates: tuple[Item, ...]
     used: UsedResults
+    targets_of: Mapping[str, frozenset[str]]
 
     @property
     def totals(self) -> dict[str, int]:
@@ -100,7 +102,7 @@ def survey(place: Place) -> Survey:
         sizes[Holding(found.item.kind, found.item.owner)] += found.item.nbytes
         if found.may_go:
             candidates.append(found.item)
-    return Survey(dict(sizes), tuple(candidates), results.used)
+    return Survey(dict(sizes), tuple(candidates), results.used, results.targets_of)
 
 
 @dataclass(frozen=True)

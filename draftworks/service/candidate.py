@@ -14,6 +14,7 @@ from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.names import require_name
 from draftworks.storage.records import DraftIdentity, ExportIdentity, ReportIdentity
 from draftworks.storage.result_names import choose_name, read_names
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.targets.registry import HELDOUT
 
 
@@ -51,7 +52,9 @@ def find_candidate(
     names = of_strategy(strategy)
     where = f"target {target.name}, {strategy}"
     if strategy not in target.strategies:
-        raise RefusedError(f"{where}: the target does not use this strategy; it has {', '.join(target.strategies)}")
+        raise RefusedError(
+            f"{where}: the target does not use this strategy; {suggest_or_list(strategy, target.strategies)}"
+        )
     draft = _find_draft(artifacts, target.name, strategy, digest)
     where = f"{where}, draft {draft.path.name}"
     made_for = DraftIdentity.of(draft).target

@@ -44,9 +44,8 @@ def list_sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
     kind, window = config.get("model_type"), _find_window(config)
     if kind in _SUBLAYERS:
         remarks.append(
-            f"target {spec.name}: for {kind}, {_TESTED} returns the output of the last sublayer instead of the "
-            "residual stream. Capture with backend hf (the probe rejects a capture through SGLang), and expect low "
-            "acceptance where this version serves the draft"
+            f"target {spec.name}: for {kind}, {_TESTED} returns the last sublayer's output, not the residual stream: "
+            "capture with backend hf, and expect low acceptance where it serves the draft"
         )
     if kind in _WITHOUT_WINDOW and window is not None and window < spec.max_length and _uses_sglang(spec):
         remarks.append(

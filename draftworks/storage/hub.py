@@ -24,7 +24,7 @@ def fetch_hub_file(where: str, model: str, revision: str, filename: str) -> Path
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, EntryNotFoundError, OSError) as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
-        raise ConfigError(f"{where}: {model} at commit {revision}: {_explain(filename, error)}") from error
+        raise ConfigError(f"{where}: {model} at commit {revision[:12]}: {_explain(filename, error)}") from error
 
 
 def find_cached_hub_file(model: str, revision: str, filename: str) -> Path | None:
@@ -68,7 +68,9 @@ def fetch_dataset_file(where: str, dataset: str, revision: str, filename: str) -
 
 def _explain_dataset(filename: str, error: Exception) -> str:
     told = _explain(filename, error).replace("the model", "the data set").replace("such model", "such data set")
-    return told.replace("give a local directory instead of the id", "name a local copy of the files")
+    for wrong in ("give a local directory instead of the id", "give a local directory"):
+        told = told.replace(wrong, "name a local copy of the files")
+    return told
 
 
 HubHeader = dict[str, tuple[str, tuple[int, ...]]]
@@ -105,7 +107,7 @@ def fetch_hub_header(where: str, model: str, revision: str, filename: str) -> Pa
     except (HfHubHTTPError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
-        raise ConfigError(f"{where}: {model} at commit {revision}: {_explain(filename, error)}") from error
+        raise ConfigError(f"{where}: {model} at commit {revision[:12]}: {_explain(filename, error)}") from error
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.tensors.items()}
 
 
@@ -121,10 +123,7 @@ def _explain(filename: str, error: Exception) -> str:
 
     match error:
         case LocalEntryNotFoundError():
-            return (
-                f"{filename} is not in the cache and the hub cannot be reached. Check the network (and HF_HUB_OFFLINE), "
-                "or give a local directory instead of the id"
-            )
+            return f"{filename} is not in the cache and the hub cannot be reached. Check the network, or give a local directory"
         case GatedRepoError():
             return (
                 "the model is gated. Accept its terms on the model's page and set HF_TOKEN, "

@@ -81,8 +81,8 @@ def read_settings(url: str, access: ObjectAccess) -> dict[str, Any]:
     missing = [name for setting, name in names.items() if setting not in keys]
     if missing and (keys or access.endpoint is not None):
         raise ConfigError(
-            f"{url}: the environment has no {' and no '.join(missing)}: set it where runs start, or name another variable "
-            "in object_storage of registry/deployment.yaml (anonymous: true for a public bucket)"
+            f"{url}: the environment has no {' and no '.join(missing)}: set it, or name another one in "
+            "object_storage (or anonymous: true)"
         )
     token = os.environ.get(access.session_token_env)
     return {**found, **keys, **({"session_token": token} if keys and token else {})}

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import Artifact
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.storage.words import list_names
 
 LEAST_VERSION = 8
 """Characters of a data version that are enough to recognise it."""
 _SHOWN = 5
+_ROOM = 18 * _SHOWN
+"""Characters for so many names."""
 
 
 def read_names(results: Iterable[Artifact]) -> dict[str, str]:
@@ -42,7 +45,7 @@ def choose_name(given: str, known: Mapping[str, str | None], what: str = "draft"
     hint = explain_data_version(given, known, what)
     if hint is not None:
         raise StoreError(hint)
-    raise StoreError(f"no {what} {given!r:.80}; there are: {list_names(known, _SHOWN)}")
+    raise StoreError(f"no {what} {given!r:.80}; {suggest_or_list(given, known, _ROOM)}")
 
 
 def explain_data_version(given: str, known: Mapping[str, str | None], what: str = "draft") -> str | None:

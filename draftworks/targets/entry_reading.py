@@ -14,9 +14,9 @@ from draftworks.config.base import SpecType
 from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.launchers import check_overrides
 from draftworks.config.registry_files import ExportSettings, StrategyEntry, TargetSpec
-from draftworks.config.strategies import resolve_strategy
+from draftworks.config.strategies import list_option_models, resolve_strategy
 from draftworks.config.strict_yaml import read_mapping
-from draftworks.config.validation import describe_validation_error
+from draftworks.config.validation import Beside, describe_validation_error
 from draftworks.errors import ConfigError
 
 _MOST_ROUNDS = 50
@@ -48,7 +48,7 @@ def read_entry(path: Path, name: str, find_deployment: Callable[[], DeploymentSp
     raw = read_mapping(path)
     if raw.get("name", name) != name:
         raise ConfigError(f"{path}: name follows from the name of the file, {name}: leave the key out")
-    parsed = parse_all(TargetSpec, {**raw, "name": name}, str(path))
+    parsed = parse_all(TargetSpec, {**raw, "name": name}, str(path), list_option_models)
     if parsed.spec is None:
         return parsed
     problems, kept = [*parsed.problems], dict[str, StrategyEntry]()
@@ -99,7 +99,7 @@ def _read_strategy(path: Path, name: str, entry: StrategyEntry) -> Parsed[Strate
     return Parsed(entry.model_copy(update=changes) if changes else entry, tuple(problems))
 
 
-def parse_all(model: type[SpecType], values: Mapping[str, Any], where: str) -> Parsed[SpecType]:
+def parse_all(model: type[SpecType], values: Mapping[str, Any], where: str, beside: Beside = dict) -> Parsed[SpecType]:
     """Parse values, again without those that are wrong, until the rest is right: some are judged once others are."""
     left, problems, removed = copy.deepcopy(dict(values)), list[str](), set[tuple[Any, ...]]()
     for _ in range(_MOST_ROUNDS):
@@ -108,7 +108,7 @@ def parse_all(model: type[SpecType], values: Mapping[str, Any], where: str) -> P
         except ValidationError as error:
             found = [problem["loc"] for problem in error.errors()]
             if not removed.issuperset(found):  # else a key is missing that was there, with a wrong value
-                problems += describe_validation_error(error, model, where).splitlines()
+                problems += describe_validation_error(error, model, where, beside).splitlines()
             removed.update(found)
             done = [_remove(left, location) for location in found]
             if not all(done):

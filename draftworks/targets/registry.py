@@ -5,7 +5,6 @@ A file is opened only when its entry is requested.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from draftworks.errors import ConfigError
 from draftworks.storage.asset_names import HELDOUT
 from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_bytes
-from draftworks.storage.words import list_names
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.targets.entry_reading import Parsed, read_entry
 from draftworks.targets.fitted_defaults import fit_defaults
 
@@ -123,6 +122,23 @@ class Registry:
     def load_dataset(self, name: str) -> DatasetSpec:
         return load_yaml(self._find_path("datasets", name), DatasetSpec, name=name)
 
+    def list_datasets(self) -> list[str]:
+        """Return the names of all data sets, sorted."""
+        return self._list_names("datasets")
+
+    def find_unknown_names(self, target: TargetSpec) -> list[str]:
+        """Return a line for each data set and eval set that a target's entry names and that has no file."""
+        datasets, evals = self.list_datasets(), self.list_eval_sets()
+        mixed = [] if target.mix is None else target.mix.datasets
+        named = [("dataset", target.dataset, datasets), *(("mix.datasets", name, datasets) for name in mixed)]
+        named += [("evals", name, evals) for name in target.evals if name != HELDOUT]
+        path = self.root / "targets" / f"{target.name}.yaml"
+        return [
+            f"{path}: {key}: no file {'evals' if key == 'evals' else 'datasets'}/{name}.yaml; {suggest_or_list(name, known)}"
+            for key, name, known in named
+            if name not in known
+        ]
+
     def list_eval_sets(self) -> list[str]:
         """Return the names of all eval sets, sorted; `heldout` is built in and not among them."""
         return self._list_names("evals")
@@ -170,7 +186,7 @@ class Registry:
                 if name not in names:
                     found.append(
                         f"{_format_path(self.root / DEPLOYMENT)}: notifications.{number}.targets: no target {name}; "
-                        f"{_suggest(name, names)}"
+                        f"{suggest_or_list(name, names)}"
                     )
         return found
 
@@ -231,7 +247,7 @@ class Registry:
             raise ConfigError(f"{self.root / kind}: {error}") from error
         if not os.path.lexists(path):  # a broken link passes: the reader reports it
             names = self._list_names(kind)
-            raise ConfigError(f"{path}: no such file; {_suggest(name, names)}")
+            raise ConfigError(f"{path}: no such file; {suggest_or_list(name, names)}")
         return path
 
 
@@ -286,11 +302,6 @@ def _format_path(path: Path) -> str:
     return (
         str(path).encode("unicode_escape", "backslashreplace").decode() if _INVALID_KEY.search(str(path)) else str(path)
     )
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=2)
-    return f"did you mean {' or '.join(close)}?" if close else f"there are: {list_names(known, 20)}"
 
 
 def _explain_name(name: str) -> str:

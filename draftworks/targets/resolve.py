@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from draftworks.errors import ConfigError
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import FileDigests, digest
 from draftworks.storage.regular_files import read_json
+from draftworks.storage.suggestions import list_names, suggest
 from draftworks.targets.registry import Registry
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NEEDED = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "vocab_size")
 _SHAPE = (*_NEEDED, "num_attention_heads")
 GENERATION_CONFIG = "generation_config.json"
@@ -157,16 +160,24 @@ def _locate(model: str, revision: str | None, registry: Registry, where: str) ->
     if revision is not None:
         if folder.is_dir():
             raise ConfigError(
-                f"{where}: {folder} is a directory: leave `revision` out, which is the commit of a Hugging Face id. (If the "
-                "id is meant, move the directory of that name away)"
+                f"{where}: {folder} is a directory: leave `revision` out, or, if the id of that name is meant, move the "
+                "directory away"
             )
         return model
     if not folder.is_dir():
-        raise ConfigError(
-            f"{where}: {folder} is not a directory. Give a directory (relative to {registry.root}), "
-            f"or a Hugging Face id together with `revision`, the commit of 40 hex digits"
-        )
+        raise ConfigError(f"{where}: {folder} is not a directory; {_advise_model(model, folder)}")
     return str(folder)
+
+
+def _advise_model(model: str, folder: Path) -> str:
+    """Return what a path that is no directory may mean: one beside it, an id without its commit, or neither."""
+    beside = [each.name for each in folder.parent.iterdir() if each.is_dir()] if folder.parent.is_dir() else []
+    hint = suggest(folder.name, beside)
+    if hint or beside:
+        return hint or f"in {folder.parent.name} there are: {list_names(sorted(beside))}"
+    if _HUB_ID.fullmatch(model):
+        return "for the Hugging Face id, add `revision`: its commit, 40 hex digits"
+    return "give one, relative to the registry, or a Hugging Face id with `revision`, its commit"
 
 
 def _locate_template(spec: TargetSpec, registry: Registry) -> Path | None:

@@ -40,8 +40,8 @@ def load_slice_plan(target: TargetSpec, registry: Registry) -> SlicePlan | None:
         strategy = next(iter(target.strategies), "STRATEGY")
         eval_set = f" --eval-set {target.evals[0]}" if target.evals else ""
         raise ConfigError(
-            f"target {target.name}: mix.weights: expected the file {path}, which is not there. Write it with: draftworks "
-            f"slices {target.name} {strategy}{eval_set} --save {path}; or take mix.weights out of the entry until then"
+            f"target {target.name}: mix.weights: no file {path}. Write it with: draftworks slices {target.name} {strategy}"
+            f"{eval_set} --save FILE; or leave mix.weights out until then"
         )
     return read_plan(path)
 

@@ -12,9 +12,15 @@ from draftworks.errors import ConfigError
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, find_metric
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.regular_files import read_json
+from draftworks.storage.suggestions import suggest_or_list
 from draftworks.training.checkpoint_files import CheckpointFolder, is_complete
 
 log = logging.getLogger(__name__)
+
+
+def _sort_key(metric: str) -> tuple[bool, str]:
+    """Acceptance lengths first: those that drafts are chosen by."""
+    return not metric.endswith("acc_len"), metric
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,8 @@ class BestRule:
         if not isinstance(score, (int, float)):
             numbers = {name for name, value in metrics.items() if isinstance(value, (int, float))}
             raise ConfigError(
-                f"training.best_metric: {self.metric!r} is not a number in the evaluation; available: "
-                f"{', '.join(sorted({*numbers, BLOCK_METRIC, WALK_METRIC}))}"
+                f"training.best_metric: no evaluation has {self.metric!r} as a number; "
+                f"{suggest_or_list(self.metric, sorted({*numbers, BLOCK_METRIC, WALK_METRIC}, key=_sort_key), 70)}"
             )
         return float(score)
 

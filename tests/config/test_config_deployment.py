@@ -57,7 +57,10 @@ def test_features_in_object_storage_are_reached_as_their_bucket_is(tmp_path: Pat
             "features: {kind: shared_dir}",
             "deployment.yaml: features: kind shared_dir needs a root: the existing folder",
         ),
-        ("features: {kind: mooncake}", "deployment.yaml: features.kind: .*'shared_dir' or 's3' .found 'mooncake'"),
+        (
+            "features: {kind: mooncake}",
+            "deployment.yaml: features.kind: expected one of local, shared_dir, s3, found 'mooncake'",
+        ),
         ("features: {kind: s3}", "deployment.yaml: features: kind s3 needs a url such as s3://bucket/prefix"),
         (
             "features: {url: 's3://bucket/x'}",

@@ -15,7 +15,7 @@ from draftworks.config.service import HookSpec, ServiceSpec
         ({"margin": -0.1}, "greater than or equal to 0"),
         ({"margin": 0.03, "margins": {"heldout": 0.1}}, "margins.heldout 0.1 contradicts margin 0.03"),
         ({"margins": {"heldout": -1}}, "margins.heldout: expected 0 or more"),
-        ({"margins": {"cod": 0.01}}, "not measured on that eval set; there are: heldout, code"),
+        ({"margins": {"cod": 0.01}}, "not measured on that eval set; did you mean code"),
         ({"hook": {}}, "either a command or a url"),
         ({"hook": {"command": ["a"], "url": "https://a"}}, "either a command or a url"),
         ({"hook": {"command": []}}, "at least 1"),

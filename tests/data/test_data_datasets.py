@@ -88,12 +88,14 @@ def test_rejected_rows_are_in_quarantine_with_file_line_and_reason_and_the_other
         ),
         (['{"prompt": "a"}'], "expected one of the keys conversations, messages, input_ids, found prompt"),
         (["nonsense", "nonsense"], r"Most often \(2 times\): invalid JSON"),
-        ([""], "There is no row"),
+        ([""], "there is no row"),
     ],
 )
 def test_rows_that_show_no_format_are_an_error_with_the_commonest_reason(tmp_path, lines, reason):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(DataError, match=f"no row of(.|\n)*{reason}"):
+    with pytest.raises(
+        DataError, match=f"(no row can be read|there is no row)(.|\n)*{reason}" if "there" not in reason else reason
+    ):
         detect_kind(dataset("a.jsonl"), tmp_path)
 
 
@@ -130,7 +132,7 @@ def test_empty_data_is_an_error(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match="hold no row"):
         load_conversations(dataset(name), tmp_path, tmp_path / "out", 1.0)
-    with pytest.raises(DataError, match="no row of .* has a key"):
+    with pytest.raises(DataError, match="there is no row"):
         detect_kind(dataset(name), tmp_path)
 
 

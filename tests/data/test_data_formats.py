@@ -144,7 +144,7 @@ def test_no_tools_are_no_reason_to_refuse_a_row():
 
 
 def test_a_row_of_another_format_than_configured_is_rejected():
-    with pytest.raises(RowError, match="expected the key conversations, found messages"):
+    with pytest.raises(RowError, match="expected format sharegpt \(key conversations\), found openai"):
         parse_conversation(said(("assistant", "a")), expected="sharegpt")
 
 

@@ -51,7 +51,7 @@ def test_own_answers_are_learnt_without_the_question_that_none_follows(tiny_targ
     (plain,) = tokenize([Conversation.of(turns)], tiny_target, data(), 512).rows
     assert row.supervised == plain.supervised
     assert row.input_ids[: len(plain)].tolist() == plain.input_ids.tolist()
-    with pytest.raises(DataError, match="it has no answer, and responses.mode passthrough"):
+    with pytest.raises(DataError, match="it has no answer for responses.mode passthrough"):
         tokenize([Conversation.of([turns[0], ANSWER])], tiny_target, data(), 512)
 
 

@@ -42,7 +42,10 @@ def test_what_is_shown_is_fixed() -> None:
         ("rung3_walk_acc_len", "walk (rung 3)"),
         ("eval/rung4_loop_t0_acc_len", "loop (rung 4), at temperature 0"),
         ("rung4_loop_acc_len_t0.7_greedy_draft", "loop (rung 4), at temperature 0.7, by greedy_draft"),
-        ("eval/rung4_loop_t0.7_k20_p0.9_block_acc_len", "loop (rung 4), at temperature 0.7, top-k 20, top-p 0.9, by block"),
+        (
+            "eval/rung4_loop_t0.7_k20_p0.9_block_acc_len",
+            "loop (rung 4), at temperature 0.7, top-k 20, top-p 0.9, by block",
+        ),
         ("rung4_loop_acc_len_t0.7", "loop (rung 4), at temperature 0.7, by rejection"),
         ("simulated_acc_len", "simulated (rung 1)"),
         ("eval/simulated_acc_len_t1", "simulated (rung 1), at temperature 1, by rejection"),

@@ -383,6 +383,8 @@ def another(spec: BaseModel, name: str) -> Any:
 
 def _another(value: Any, annotation: Any, where: str) -> Any:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _another(value, parts[0], where)
     if origin is Literal:
         return next(each for each in parts if each != value)
     if origin in (typing.Union, types.UnionType):

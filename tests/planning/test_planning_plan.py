@@ -172,7 +172,7 @@ def test_what_is_not_known_is_one_clear_error(tmp_path: Path):
     target.edit(data={"max_conversations": 100})
     assert target.plan().amounts["train"].samples.value == 90
     target.edit(mix={"weights": "weights/one.json"})
-    with pytest.raises(ConfigError, match="weights/one.json, which is not there. Write it with: draftworks slices one"):
+    with pytest.raises(ConfigError, match="weights/one.json. Write it with: draftworks slices one"):
         target.plan()
 
 

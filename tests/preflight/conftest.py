@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from draftworks.preflight.examine import examine_entry
+from draftworks.programs.short_paths import shorten_paths
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 
@@ -20,6 +21,8 @@ CHATS = [
     {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n} indeed."}]}
     for n in range(30)
 ]
+
+LONGEST_FINDING = 200
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,16 @@ class Fleet:
         self.write(model=str(copy))
         return copy
 
+    def require_short(self, text: str) -> None:
+        """Whatever is found has to be one line that fits two of a terminal, with the paths of a project."""
+        shown = shorten_paths(text, self.root / "registry").replace(str(self.tiny_folder), "registry/models/tiny")
+        listed = "do not belong to its config.json" in text  # with the names of tensors
+        assert listed or len(shown.replace(str(self.root), "")) <= LONGEST_FINDING, shown
+
     def check(self) -> Checked:
         found = examine_entry("small", self.registry, FileDigests())
+        for one in found:
+            self.require_short(one.text)
         of = {kind: [one.text for one in found if one.severity == kind] for kind in ("error", "warning", "note")}
         return Checked(of["error"], of["warning"], of["note"])
 

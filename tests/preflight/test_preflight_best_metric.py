@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 DFLASH = {"mask_token_id": 3, "block_size": 4}
@@ -21,8 +23,8 @@ EAGLE = {"ttt_length": 2, "draft_vocab_size": 64}
 def test_one_that_is_never_reported_is_refused_beside_those_that_are(fleet, strategy, options, metric):
     fleet.write(strategies={strategy: {"options": options, "training": {"best_metric": metric}}})
     (error,) = fleet.check().errors
-    assert f"strategies.{strategy}.training.best_metric: '{metric}' is not a number" in error
-    assert "available: eval/avg_acc" in error
+    assert f"strategies.{strategy}.training.best_metric: no evaluation has '{metric}' as a number" in error
+    assert re.search("did you mean eval/|there are: eval/rung", error)
 
 
 @pytest.mark.parametrize(

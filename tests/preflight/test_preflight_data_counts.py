@@ -65,7 +65,7 @@ def test_of_a_larger_data_set_only_the_bound_is_known(fleet, entry, batch, sever
 def test_a_hold_out_that_leaves_none_is_an_error_where_all_rows_are_known(fleet):
     fleet.write_rows(make_chats(6))
     fleet.write(data={"held_out_share": 0.001})
-    assert any("the 0 rows held out: there is none" in error for error in fleet.check().errors)
+    assert any("the 0 rows held out: none of" in error for error in fleet.check().errors)
     fleet.write_rows(make_chats(300))
     fleet.write(data={"held_out_share": 0.001})
     found = fleet.check()
@@ -92,7 +92,7 @@ def test_too_few_prompts_to_decide_by_are_a_warning(fleet, rows):
     fleet.write(service={"least_prompts": 200}, decision={})
     found = fleet.check()
     assert found.errors == []
-    assert any("eval set heldout has about" in warning and "fewer than 200" in warning for warning in found.warnings)
+    assert any("eval set heldout has about" in warning and "below 200" in warning for warning in found.warnings)
     fleet.write(service={"least_prompts": 1}, decision={"least_prompts": 1})
     assert not any("eval set" in warning for warning in fleet.check().warnings)
 

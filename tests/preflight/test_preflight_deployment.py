@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from draftworks.programs.cli import app
+from draftworks.programs.short_paths import shorten_paths
 
 MISTAKES = {
     "kind of launcher": ("launcher: {kind: slrum}", ["launcher"]),
@@ -57,11 +58,12 @@ def test_a_mistake_in_the_deployment_is_one_line(fleet, text: str | None, messag
     assert (told.exit_code, type(told.exception)) == (1, SystemExit)
     about = [line for line in told.stdout.splitlines() if "deployment.yaml" in line]
     assert len(about) == len(messages)
+    assert all(len(line) <= 200 for line in about)
     assert all(line.startswith("error: ") and message in line for line, message in zip(about, messages, strict=True)), (
         about
     )
     found = json.loads(check(fleet, "--json").stdout)
-    assert [f"error: {problem}" for problem in found["problems"]] == about
+    assert [f"error: {shorten_paths(problem, fleet.registry.root)}" for problem in found["problems"]] == about
     [error] = found["targets"]["small"]["errors"]
     assert "no eval set has a column 'weather'" in error
     assert f"{len(messages) + 1} problems" in told.stderr

@@ -36,7 +36,7 @@ REFUSED = {
     "too many processes": (
         ("nvidia0", "nvidiactl", "nvidia-uvm"),
         training(device="cuda", processes=8),
-        "cuda needs 8 GPU(s) for the processes of a machine, and this one, on which they run, has 1",
+        "cuda needs 8 GPU(s) for the processes of a machine, and this one has 1",
     ),
     "capture": ((), {"capture": {"device": "cuda"}}, "capture.device: cuda needs 1"),
     "serving": ((), SERVED, "evaluation.serving.device: cuda needs 1"),

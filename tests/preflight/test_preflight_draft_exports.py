@@ -32,12 +32,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "format of another server": (
         EAGLE,
         {"serving": {**ANYWHERE, "format": "speculators_eagle3"}},
-        "serving.format: expected one of sglang_eagle3",
+        "will have no export for SGLang in speculators_eagle3; did you mean sglang_eagle3",
     ),
     "format that is not written": (
         {"eagle3": {**EAGLE["eagle3"], "export": {"formats": ["speculators_eagle3"]}}},
         {"serving": {**ANYWHERE, "format": "sglang_eagle3"}},
-        "serving.format: expected one of no format",
+        "serving.format: eagle3 will have no export for SGLang in sglang_eagle3; there are: none",
     ),
 }
 SOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -88,7 +88,7 @@ def test_serving_that_it_does_is_none(fleet, strategies, evaluation):
 def test_a_draft_that_no_format_can_hold_is_refused(fleet, family_target: Callable[[str], TargetFiles]):
     fleet.write(model=family_target("gemma3").model, strategies={"xpress": {"options": DRAFT_OPTIONS["xpress"]}})
     (error,) = fleet.check().errors
-    assert "strategies.xpress.export: no server would compute the draft" in error
+    assert "strategies.xpress.export: speculators_xpress: the target multiplies" in error
     assert "speculators_xpress: the target multiplies its embeddings by" in error
 
 

@@ -16,7 +16,7 @@ def budget_warnings(fleet, **entry) -> list[str]:
 def test_more_than_the_budget_is_told_for_each_set(fleet):
     told = budget_warnings(fleet, capture={"budget_gb": 1e-6})
     assert any("training_features will take about" in text for text in told)
-    assert all("the budget is 1e-06 GB" in text for text in told)
+    assert all("more than 1e-06 GB is refused" in text for text in told)
 
 
 @pytest.mark.parametrize("entry", [{}, {"strategies": {}}, {"capture": {"budget_gb": 1e-6}, "streaming": {}}])

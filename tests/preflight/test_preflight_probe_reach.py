@@ -32,4 +32,4 @@ def test_a_budget_below_the_lowest_tap_is_refused(fleet, share: float, allowed: 
     fleet.write(strategies=ENTRY, capture=capture)
     errors = fleet.check().errors
     assert len(errors) == refused
-    assert all("of the 2 layer(s) up to the first that drafts read" in error for error in errors)
+    assert all("of the 2 layer(s) before the first that drafts read" in error for error in errors)

@@ -44,8 +44,8 @@ def test_prompts_without_room_count_against_the_allowed_share(fleet, entry, rows
     assert severity == "errors" or found.errors == []
     if severity:
         [first, *_] = told[severity]
-        assert "the run stops where more than 5.0% do (data.max_rejected_share)" in first
-        assert "tokens, which leaves no room" in first or "no supervised token in the first 96" in first
+        assert "; allowed: 5.0%, data.max_rejected_share)" in first
+        assert "tokens leaves no room within max_length 96" in first or "no supervised token in the first 96" in first
 
 
 def test_more_may_be_lost_where_the_target_allows_it(fleet):
@@ -65,7 +65,7 @@ def test_an_eval_set_is_checked_as_the_part_that_it_takes(fleet):
     (root / "evals" / "gold.yaml").write_text("dataset: gold\n")
     fleet.write(evals=["gold"], **PASSTHROUGH)
     [error] = fleet.check().errors
-    assert "data set gold: 20 of the 40 rows of eval set gold give no sample (50.0%)" in error
+    assert "data set gold: 20 of the 40 rows of eval set gold give no sample (50.0%;" in error
 
 
 @pytest.mark.parametrize("entry", [{}, PASSTHROUGH], ids=["regenerate", "passthrough"])
@@ -77,7 +77,7 @@ def test_samples_that_do_not_fit_into_a_packed_row_are_an_error(fleet, entry):
 
     fleet.write_rows(make_chats(40) + make_chats(5, words=40, first=40))
     [error] = check(pack_tokens=40).errors
-    assert "more tokens than strategies.eagle3.training.pack_tokens 40, the longest of at least" in error
+    assert "tokens, more than pack_tokens 40 of eagle3, and the training ends there" in error
     assert check(pack_tokens=40, pack_overlong="own_row").errors == []
     fitting = check(pack_tokens=80)
     assert fitting.errors == []

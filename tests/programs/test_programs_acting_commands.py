@@ -75,7 +75,7 @@ def test_a_hold_is_shown_until_it_is_released(acting: ActingFleet):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("accept", "one", "dflash"), "no decision to answer"),
+        (("accept", "one", "dflash"), "does not use 'dflash'; there is: eagle3"),
         (("accept", "on", "eagle3"), "did you mean one"),
         (("accept", "two", "eagle3"), "undecided"),
         (("accept", "one", "eagle3", "--choice", "undecided"), "expected keep, tune or retrain"),

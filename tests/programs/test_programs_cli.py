@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
+from draftworks.evaluation.report.text_tables import render_text_table
 from draftworks.programs.cli import COMMANDS, app
 from draftworks.programs.keys import list_keys
 from draftworks.programs.lazy_commands import LazyCommand
@@ -58,13 +57,12 @@ def test_figures_that_a_strategy_has_alone_stand_beside_their_names():
     draft = Artifact(
         "dspark_draft", "small", Path("draft"), {}, "v", {"heldout": heldout}, {}, created=0.0, seconds=0.0
     )
-    shown = io.StringIO()
-    Console(file=shown, width=100).print(build_strategy_metrics_table("dspark", draft))
-    lines = [line.replace("│", " ").split() for line in shown.getvalue().splitlines()]
+    shown = render_text_table(build_strategy_metrics_table("dspark", draft))
+    lines = [line.split() for line in shown.splitlines()]
     assert ["sampled_acceptance_length", "1.250"] in lines
     assert ["confidence_error", "0.125", "0.500"] in lines
     assert not any("avg_acc" in line for line in lines)
-    assert "rejection at temperature 1 (SGLang 0.5.23)" in " ".join(shown.getvalue().split())
+    assert "rejection at temperature 1 (SGLang 0.5.23)" in " ".join(shown.split())
 
 
 def test_acceptance_above_temperature_0_is_shown_with_rule_and_servers_side_by_side():
@@ -76,10 +74,8 @@ def test_acceptance_above_temperature_0_is_shown_with_rule_and_servers_side_by_s
     }
     summary = {"drafts": {"trained": metrics}}
     report = Artifact("dspark_report", "small", Path("report"), {}, "v", summary, {}, created=0.0, seconds=0.0)
-    shown = io.StringIO()
-    Console(file=shown, width=80).print(build_sampled_table("dspark", report))
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.getvalue().splitlines() if "│" in line]
-    assert rows[-2:] == [
-        ["temperature 0.7", "greedy_draft", "vLLM 0.33", "0.500", "0.250"],
-        ["temperature 0.7", "rejection", "SGLang 0.5.23", "0.750", ""],
-    ]
+    rows = build_sampled_table("dspark", report).rows
+    assert rows == (
+        ("temperature 0.7", "greedy_draft", "vLLM 0.33", "1.500", "1.250"),
+        ("temperature 0.7", "rejection", "SGLang 0.5.23", "1.750", ""),
+    )

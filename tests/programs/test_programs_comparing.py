@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,10 +82,11 @@ def test_a_table_that_is_wider_than_the_terminal_is_a_list_with_the_same_values(
     found = compare_drafts(*(find_compared_draft(each, site.artifacts) for each in digests(site)))
     wide, narrow = render_markdown(found), render_markdown(found, width=80)
     assert render_markdown(found, width=1000) == wide
-    assert max(len(line) for line in narrow.splitlines() if line.startswith(("|", "*", "  *"))) <= 80
-    assert "* eval set: heldout\n  * A, all its prompts: 3.000" in narrow
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert re.search("\nheldout\n  A, all its prompts +3.000", narrow)
     cells = {cell.strip() for line in wide.splitlines() if line.startswith("|") for cell in line.split("|")}
-    assert all(cell in narrow for cell in cells if not cell.startswith(":-"))
+    said = " ".join(narrow.split())
+    assert all(cell in said for cell in cells if not cell.startswith(":-") and cell != "eval set")
 
 
 def test_a_page_never_holds_markup_of_the_data(site: ServiceSite, tmp_path: Path):

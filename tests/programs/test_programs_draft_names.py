@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from decision_site import HOUR, DecisionSite
-from rich.console import Console
 from typer.testing import CliRunner
 
 from draftworks.errors import ConfigError
+from draftworks.evaluation.report.text_tables import render_text_table
 from draftworks.programs.cli import app
 from draftworks.programs.summary import build_results_table
 from spec_assets.draft_inputs import locate_tuned_draft
@@ -44,10 +44,8 @@ def site(tmp_path: Path) -> DecisionSite:
 def read_views(site: DecisionSite) -> dict[str, set[str]]:
     """The names of drafts that each view shows."""
     first, second = (record.draft.digest for record in site.open().register.read_history())
-    console = Console(width=300)
-    with console.capture() as summary:
-        console.print(build_results_table("small", site.artifacts))
-    rows = [line for line in summary.get().splitlines() if "eagle3_draft" in line]
+    summary = render_text_table(build_results_table("small", site.artifacts))
+    rows = [line for line in summary.splitlines() if "eagle3_draft" in line]
     record = json.loads((site.open().register.folder / "in_service.json").read_text())
     said = {
         "leaderboard": show(site, "leaderboard"),

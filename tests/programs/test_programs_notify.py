@@ -55,7 +55,7 @@ def test_a_channel_that_does_not_exist_is_named(arguments: list[str], tmp_path: 
     command = write_registry(tmp_path, {"kind": "slack", "url_env": "TEAM_URL", "name": "team"})
     done = CliRunner().invoke(app, [*command, *arguments])
     assert done.exit_code == 1
-    assert "no channel nobody; there are: team" in done.output
+    assert "no channel nobody; there is: team" in done.output
 
 
 def test_a_missing_address_is_named_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

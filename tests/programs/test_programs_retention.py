@@ -47,7 +47,9 @@ def test_usage_adds_up(registry: Path):
         ("data", "a"),
         ("features", "0123456789abcdef"),
     }
-    assert "together" in call(registry, "usage")
+    shown = call(registry, "usage")
+    assert "together" in shown
+    assert "a (weights 01234567)  features" in shown
 
 
 def test_a_pinned_result_stays_until_it_is_unpinned(registry: Path):

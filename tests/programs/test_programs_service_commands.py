@@ -98,4 +98,4 @@ def test_the_drafts_of_a_strategy_that_an_entry_dropped_stay_and_go_back_as_befo
     assert call(site, "rollback", "--why", "so is the draft").exit_code == 0
     assert f"rollback: draft {drafts[1]}" in call(site, "in-service").stdout
     assert Path(call(site, "in-service", "--folder").stdout.strip()).joinpath("model.safetensors").exists()
-    assert "does not use this strategy; it has dflash" in call(site, "promote", "--draft", drafts[3]).stderr
+    assert "does not use this strategy; there is: dflash" in call(site, "promote", "--draft", drafts[3]).stderr

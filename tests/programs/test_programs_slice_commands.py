@@ -84,7 +84,7 @@ def test_what_cannot_be_compared_is_one_clear_error(site: ServiceSite):
     first = site.publish_draft("a")
     report = publish_sliced_report(site, first, {"en": 2.0, "de": 2.0})
     promote(site, first)
-    assert "expected one that both reports have: heldout" in call(site, "--eval-set", "code").stderr
+    assert "eval set code: not in both reports; there is: heldout" in call(site, "--eval-set", "code").stderr
     assert "draft nothing has no report" in call(site, "--draft", "nothing").stderr
     publish_sliced_report(site, first, {"en": 2.0, "de": 1.5}, first=100)
     for path in report.path.rglob("*"):

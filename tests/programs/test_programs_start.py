@@ -86,8 +86,14 @@ def test_the_checkouts_registry_is_the_module_by_whatever_path_it_is_given(start
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (("targets/good.yaml", "model: models/good\ndataset: chat\n"), "chat.yaml: no such file; did you mean chats?"),
-        (("targets/good.yaml", "model: models/good\ndataset: chats\nevals: [code]\n"), "code.yaml: no such file"),
+        (
+            ("targets/good.yaml", "model: models/good\ndataset: chat\n"),
+            "dataset: no file datasets/chat.yaml; did you mean chats?",
+        ),
+        (
+            ("targets/good.yaml", "model: models/good\ndataset: chats\nevals: [code]\n"),
+            "evals: no file evals/code.yaml; there are: none",
+        ),
         (("deployment.yaml", "vra: elsewhere\n"), "deployment.yaml: unknown key vra; did you mean var?"),
         (("targets/good.yaml", "model: models/good\ndataset: chats\nmax_lenght: 8\n"), "did you mean max_length?"),
     ],

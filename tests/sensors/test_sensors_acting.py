@@ -18,6 +18,7 @@ from draftworks.decision.queue import Action, Step
 from draftworks.decision.record import Choice
 from sensors.acting import Tick, explain_tick, group_reasons
 from sensors.charged_runs import CHARGE_TAG
+from sensors.series import SeriesCursor
 from spec_assets.code_location import build_definitions
 
 
@@ -135,9 +136,11 @@ def test_a_decision_about_another_draft_or_other_weights_starts_nothing(
 def test_it_is_decided_again_once_where_another_draft_is_in_service(acting: ActingFleet, instance: dg.DagsterInstance):
     acting.serve("one", "other")
     found = Tick(acting.reader, instance, time.time())
-    [request] = found.request_decisions({})
+    [request] = found.request_decisions(SeriesCursor("", {}))
     assert (request.job_name, request.partition_key) == ("decide_eagle3", "one")
-    assert found.request_decisions({"one:decide_eagle3": str(request.run_key)}) == []
+    assert found.request_decisions(SeriesCursor("", {"one:decide_eagle3": str(request.run_key)})) == []
+    [reset] = found.request_decisions(SeriesCursor.read(None))
+    assert reset.run_key != request.run_key
 
 
 def test_a_target_with_a_run_is_left_alone(acting: ActingFleet, instance: dg.DagsterInstance):

@@ -186,12 +186,23 @@ def test_a_restart_with_the_old_cursor_gives_the_same_run_keys(fleet, instance):
     assert keys(tick(fleet, instance, cursor)) == keys(tick(fleet, instance, cursor)) != []
 
 
-def test_a_lost_cursor_gives_the_same_run_keys_for_the_same_content_only(fleet, instance):
+def test_after_a_reset_of_the_cursor_a_failed_evaluation_is_asked_for_under_another_key(fleet, instance):
+    """Dagster never starts a run of a key that a failed one had."""
     change_draft(fleet)
-    asked = keys(tick(fleet, instance))
-    assert keys(tick(fleet, instance)) == asked
+    first, reset = tick(fleet, instance), tick(fleet, instance)
+    assert len({*keys(first, reset)}) == 2
+    later = tick(fleet, instance, reset.cursor)
+    assert requested(later) == []
     change_weights(fleet)
-    assert keys(tick(fleet, instance)) != asked
+    assert len({*keys(first, reset, tick(fleet, instance, later.cursor))}) == 3
+
+
+def test_a_cursor_of_before_there_were_series_goes_on_with_its_keys(fleet, instance):
+    change_draft(fleet)
+    old = '{"two": {"subject": "a state of before", "times": 4}}'
+    [key] = keys(tick(fleet, instance, old))
+    assert key.startswith("two:")
+    assert key.endswith(":5")
 
 
 def test_a_failed_evaluation_is_asked_for_again_only_when_something_changes(fleet, instance):
@@ -241,7 +252,7 @@ def test_a_target_that_was_away_comes_back_with_keys_of_its_own(fleet, instance)
     change_draft(fleet)
     back = tick(fleet, instance, away.cursor)
     assert requested(back) == ["two"]
-    assert keys(back)[0].endswith(":2")
+    assert keys(back)[0].split(":")[2] == "2"
 
 
 def test_what_was_evaluated_is_asked_for_again_when_its_report_is_not_the_newest(fleet, instance):

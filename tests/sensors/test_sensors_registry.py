@@ -89,6 +89,12 @@ def test_a_target_that_is_no_partition_yet_is_left_until_the_code_location_is_re
     assert requested(tick(registry)) == ["one", "two"]
 
 
+def test_after_a_reset_of_the_cursor_the_same_inputs_are_asked_for_under_other_keys(registry):
+    keys = [{request.run_key for request in tick(registry).run_requests} for _ in range(2)]
+    assert not keys[0] & keys[1]
+    assert [len(each) for each in keys] == [2, 2]
+
+
 def test_run_keys_name_what_is_new(registry):
     first = tick(registry)
     path = registry / "targets" / "two.yaml"

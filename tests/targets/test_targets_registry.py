@@ -46,7 +46,7 @@ def test_shipped_entries_are_valid():
     [
         (GOOD + "max_lenght: 3\n", r"mine.yaml: unknown key max_lenght; did you mean max_length\?"),
         (GOOD + "capture: {batch_token: 3}\n", r"unknown key capture.batch_token; did you mean batch_tokens"),
-        ("model: m\ndataset: chats\nmax_length: -1\n", r"max_length: Input should be greater than 2 \(found -1\)"),
+        ("model: m\ndataset: chats\nmax_length: -1\n", r"max_length: expected more than 2, found -1"),
         ("dataset: chats\n", r"key model is missing"),
         ("model: [\n", r"not valid YAML"),
         ("- a\n", r"expected a mapping of keys to values, found a list"),
@@ -65,7 +65,7 @@ def test_shipped_entries_are_valid():
         (GOOD + "name: other\n", r"name follows from the name of the file, mine: leave the key out"),
         (GOOD + "description: 2025-02-30\nname: 2025-02-30", r"name follows from the name of the file"),
         (GOOD + "max_length: 65\n", r"line 4: the key max_length is given twice, first in line 3"),
-        (GOOD + "strategies: {eagle3: {training: {lr: .inf}}}\n", r"training.lr: Input should be a finite number"),
+        (GOOD + "strategies: {eagle3: {training: {lr: .inf}}}\n", r"training.lr: expected a finite number, found inf"),
     ],
 )
 def test_a_bad_entry_is_refused_with_file_key_and_reason(registry: Registry, text: str, message: str):

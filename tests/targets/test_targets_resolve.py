@@ -55,14 +55,16 @@ def test_what_the_hub_refuses_is_said_with_target_id_and_commit(tmp_path: Path, 
         raise error
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with pytest.raises(ConfigError, match=f"target mine: some/model at commit {COMMIT}.*{message}"):
+    with pytest.raises(ConfigError, match=f"target mine: some/model at commit {COMMIT[:12]}.*{message}"):
         resolved(tmp_path, model="some/model", revision=COMMIT)
 
 
 def test_hub_out_of_reach_is_said_with_what_to_do(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"some/model at commit {COMMIT}: config.json is not in the cache.*network"):
+    with pytest.raises(
+        ConfigError, match=f"some/model at commit {COMMIT[:12]}: config.json is not in the cache.*network"
+    ):
         resolved(tmp_path, model="some/model", revision=COMMIT)
 
 

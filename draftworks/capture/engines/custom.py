@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, EngineError
 from draftworks.storage.identity import EngineIdentity, LayerTap
+from draftworks.storage.suggestions import suggest
 
 
 def load_custom_engine(
@@ -188,10 +188,9 @@ def _load_entry_point(entry_point: str) -> Callable[..., Any]:
         ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
-        close = difflib.get_close_matches(attribute, vars(module), n=2)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = suggest(attribute, vars(module))
         what = "has no" if found is None else "has no callable"
-        raise ConfigError(f"{where}: module {name} {what} {attribute}{hint}")
+        raise ConfigError(f"{where}: module {name} {what} {attribute}" + (f"; {hint}" if hint else ""))
     return found
 
 

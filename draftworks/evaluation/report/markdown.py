@@ -346,7 +346,9 @@ def _render_loop_prompts(drafts: Mapping[str, DraftMeasurement]) -> str:
     """Return what the walk is on the prompts that a greedy loop decoded, where these are not all: only so they compare."""
     parts = []
     for name, measured in drafts.items():
-        decoded = {prompt.sample_id for loop in measured.loops if not loop.decoding.temperature for prompt in loop.prompts}
+        decoded = {
+            prompt.sample_id for loop in measured.loops if not loop.decoding.temperature for prompt in loop.prompts
+        }
         same = [prompt for prompt in measured.walk if prompt.sample_id in decoded]
         if same and len(same) < len(measured.walk):
             parts.append(

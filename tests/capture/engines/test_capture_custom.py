@@ -159,10 +159,13 @@ def test_what_the_module_itself_fails_to_import_is_not_taken_for_its_absence(tin
     [
         ({"backend": "custom"}, "capture: backend custom needs the key custom, with entry_point and engine"),
         ({"backend": "hf", "custom": ENGINE}, "the key custom is for backend custom, found backend hf"),
-        (make_custom_spec(entry_point="mylab.engine"), "capture.custom.entry_point: String should match pattern"),
-        (make_custom_spec(engine="My Lab"), "capture.custom.engine: String should match pattern"),
+        (
+            make_custom_spec(entry_point="mylab.engine"),
+            "capture.custom.entry_point: expected text like mylab.engine:load, found 'mylab.engine'",
+        ),
+        (make_custom_spec(engine="My Lab"), "capture.custom.engine: expected text like mylab-v2, found 'My Lab'"),
         (make_custom_spec(numeric=2), r"unknown key capture.custom.numeric; did you mean numerics\?"),
-        ({"backend": "custm"}, r"capture.backend: .*found 'custm'\); did you mean custom\?"),
+        ({"backend": "custm"}, r"capture.backend: .*found 'custm'; did you mean custom\?"),
         ({"backend": "custom", "custom": {"engine": "x"}}, "key capture.custom.entry_point is missing"),
         (
             {"backend": "sglang", "server": {"url": "http://127.0.0.1:1", "spool": "/x"}},

@@ -129,10 +129,14 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("deep/rows.txt", lambda path: path.write_text("8\n" * 20), "altered: expected digest"),
     (META, lambda path: path.unlink(), "cannot be read"),
     (META, lambda path: path.write_text(path.read_text()[:-20]), "Invalid JSON"),
-    (META, lambda path: path.write_text("[]"), "Input should be an object"),
-    (META, lambda path: rewrite(path, schema_version=2), "schema_version: Input should be 1"),
+    (META, lambda path: path.write_text("[]"), "expected keys with values, found "),
+    (META, lambda path: rewrite(path, schema_version=2), "schema_version: expected 1, found 2"),
     (META, lambda path: rewrite(path, key="0123456789abcdef"), "is of another evaluation"),
-    (META, lambda path: rewrite(path, files={"refs.jsonl": 40}), "files.refs.jsonl: Input should be"),
+    (
+        META,
+        lambda path: rewrite(path, files={"refs.jsonl": 40}),
+        "files.refs.jsonl: expected keys with values, found 40",
+    ),
 ]
 
 

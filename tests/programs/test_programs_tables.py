@@ -1,0 +1,149 @@
+"""Every table of every command fits a terminal of 80 columns, and one of 120, with each word and digest whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from acting_fleet import ActingFleet
+from decision_site import HOUR, DecisionSite
+from metrics_server import Pages, serve_pages, sglang_pages
+from observed_site import ObservedSite
+from planning_toys import PlannedTarget
+from service_site import ServiceSite
+from sliced_site import publish_sliced_report
+from typer.testing import CliRunner
+
+from draftworks.decision.record import Choice
+from draftworks.evaluation.report import text_tables
+from draftworks.evaluation.report.text_tables import SHORT_DIGEST, TextTable, render_text_table
+from draftworks.programs.cli import COMMANDS, app
+from draftworks.programs.keys import FILES
+from draftworks.programs.summary import build_acceptance_table, build_strategy_metrics_table
+from draftworks.storage.artifacts import Artifact
+
+DIGEST = re.compile(r"[0-9a-f]{16}")
+SENTENCES = {"check", "doctor", "run", "ui", "engine", "import", "export-features", "notify", "promote", "rollback"}
+SENTENCES |= {"in-service", "decide", "accept", "hold", "release", "pin", "unpin"}
+"""Commands that print no table."""
+EVERYTHING = 10_000
+Show = Callable[[int], str]
+
+
+def show_at(monkeypatch: pytest.MonkeyPatch, registry: Path, words: tuple[str, ...]) -> Show:
+    """What a command prints in a terminal of a width."""
+
+    def show(width: int) -> str:
+        monkeypatch.setattr(text_tables, "find_terminal_width", lambda: width)
+        found = CliRunner().invoke(app, [*words, *([] if words[0] == "keys" else ["--registry", str(registry)])])
+        assert found.exit_code == 0, found.output
+        return found.stdout
+
+    return show
+
+
+def split(shown: str) -> set[str]:
+    """The words of a table without its header, whatever stands between them in a row, a list or a title."""
+    lines = shown.replace("|", " ").splitlines()
+    rules = {number for number, line in enumerate(lines) if line.strip() and set(line) <= set(":- ")}
+    kept = [line for number, line in enumerate(lines) if not {number, number + 1} & rules]
+    return {word for word in re.split(r"[\s,]+", "\n".join(kept)) if word}
+
+
+def check_widths(show: Show) -> None:
+    wide = split(show(EVERYTHING))
+    for width in (80, 120):
+        shown = show(width)
+        assert all(len(line) <= width or len(line.split()) == 1 for line in shown.splitlines()), shown
+        lost = {
+            word for word in wide - split(shown) if word[:SHORT_DIGEST] not in split(shown) or not DIGEST.match(word)
+        }
+        assert not lost, shown
+
+
+def make_drafts(root: Path) -> Path:
+    """A draft that was in service, and a tune of it that is."""
+    site = DecisionSite(root)
+    site.complete(site.publish_draft("a", summary=HOUR), 2.0)
+    site.promote()
+    site.complete(site.tune("b", summary=HOUR), 2.1)
+    site.promote()
+    return site.registry
+
+
+def make_draft(root: Path) -> Path:
+    """A draft that is not measured yet."""
+    site = ServiceSite(root)
+    site.publish_draft("a", summary={"heldout": {"eval/tau": 0.5}, "steps": 9_000, "tokens_per_second": 1234.5})
+    return site.registry
+
+
+def make_decisions(root: Path) -> Path:
+    acting = ActingFleet(root)
+    acting.set_budget(10.0)
+    acting.add("one", act="none")
+    acting.add("a-target-with-a-long-name", Choice.UNDECIDED)
+    return acting.fleet.registry
+
+
+def make_slices(root: Path) -> Path:
+    site = ServiceSite(root)
+    draft = site.publish_draft("a")
+    publish_sliced_report(site, draft, {"en": 2.0, "de": 2.0})
+    site.publish_export(draft)
+    site.promote(draft.path.name)
+    publish_sliced_report(site, draft, {"en": 2.0, "de": 1.5}, first=100)
+    return site.registry
+
+
+def make_planned(root: Path) -> Path:
+    return PlannedTarget(root, deployment={"prices": {"gpu_hour": 2.5}}).root / "registry"
+
+
+SHOWN: dict[tuple[str, ...], Callable[[Path], Path]] = {
+    ("leaderboard",): make_drafts,
+    ("summary", "small"): make_draft,
+    ("usage",): make_drafts,
+    ("prune",): make_drafts,
+    ("compare", "small/eagle3", "small/eagle3"): make_drafts,
+    ("plan", "one"): make_planned,
+    ("decisions",): make_decisions,
+    ("slices", "small", "eagle3"): make_slices,
+    **{("keys", name): lambda root: root for name in FILES},
+}
+
+
+@pytest.mark.parametrize("words", SHOWN, ids=" ".join)
+def test_a_command_fits_and_breaks_nothing(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    check_widths(show_at(monkeypatch, SHOWN[words](tmp_path), words))
+
+
+def test_the_servers_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = Pages(sglang_pages(10, 20, 2))
+    with serve_pages(page) as url:
+        server = {"name": "front-of-the-second-hall", "url": url, "kind": "sglang", "timeout_s": 30.0}
+        site = ObservedSite.make(tmp_path, [server])
+        site.observe()
+        check_widths(show_at(monkeypatch, site.registry, ("observe", "small", "--no-read")))
+
+
+def test_the_figures_of_a_draft_fit():
+    positions = [0.912, 0.823, 0.734, 0.645, 0.556, 0.467, 0.378]
+    metrics = {"eval/simulated_acc_len": 1.06, "eval/per_position_acc": positions, "eval/rung3_walk_acc_len": 1.0}
+    drafts = dict.fromkeys(("trained", "untrained", "unigram_and_bigrams_of_the_answers"), metrics)
+    summary = {"drafts": drafts, "draft_tokens": 7, "heldout": {"eval/confidence_error": positions, "eval/tau": 0.25}}
+    draft = Artifact("dspark_draft", "small", Path("draft"), {}, "v", summary, {}, created=0.0, seconds=0.0)
+    for table in (build_acceptance_table("eagle3", draft), build_strategy_metrics_table("dspark", draft)):
+        check_widths(lambda width, table=table: render_text_table(table, width))
+
+
+def test_no_command_with_a_table_is_left_out():
+    assert {words[0] for words in SHOWN} | {"observe"} | SENTENCES == set(COMMANDS)
+
+
+def test_a_lost_word_would_be_noticed():
+    table = TextTable("", ("a", "b"), (("x" * 30, "y" * 60),))
+    with pytest.raises(AssertionError):
+        check_widths(lambda width: render_text_table(table, width)[:width])
