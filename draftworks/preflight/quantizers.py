@@ -57,7 +57,7 @@ class _Obstacle:
     remedy: str | None = None
 
     def describe(self, alternative: str) -> str:
-        return f"{self.reason}: {', or '.join(filter(None, (self.remedy, alternative)))}"
+        return f"{self.reason}: {alternative if self.remedy is None else f'{self.remedy}, or {alternative}'}"
 
 
 def check_quantizer(target: TargetSpec, files: TargetFiles, registry: Registry, findings: Findings) -> None:

@@ -56,12 +56,10 @@ def _read_sizes(folder: Path) -> _ModelSizes | None:
     if not isinstance(config, dict):
         return None
     text = config.get("text_config")
-    own = text if isinstance(text, dict) else config
+    own: dict[str, Any] = text if isinstance(text, dict) else config
     keys = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
-    values = [own.get(key) for key in keys]
-    if any(type(value) is not int or value < 1 for value in values):
-        return None
-    return _ModelSizes(*values)
+    values = [value for value in map(own.get, keys) if type(value) is int and value > 0]
+    return _ModelSizes(*values) if len(values) == len(keys) else None
 
 
 def _fit_to_model(spec: TargetSpec, sizes: _ModelSizes) -> TargetSpec:
