@@ -146,8 +146,8 @@ def describe_fitted(written: TargetSpec, fitted: TargetSpec) -> list[str]:
     found = _describe_sizes(written, fitted)
     before, now = _list_computing(written), _list_computing(fitted)
     found += [
-        f"{key}.{_DTYPE}: {now[key].compute_dtype}, as its device {now[key].device} is a processor without bfloat16 "
-        f"instructions (AVX512-BF16 or AMX) here. Results are known by it: set it if other machines are to share them"
+        f"{key}.{_DTYPE}: {now[key].compute_dtype}, as device {now[key].device} is a CPU without bfloat16 instructions "
+        f"(AVX512-BF16, AMX) here: set it where other machines share results"
         for key in now
         if before[key].compute_dtype != now[key].compute_dtype
     ]
