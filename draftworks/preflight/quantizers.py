@@ -16,7 +16,7 @@ from draftworks.targets.quantization import read_quantization
 from draftworks.targets.registry import Registry
 from draftworks.targets.weights import read_model_config, silence_transformers
 
-_MODULES = {
+_MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fp8", "mxfp8", "mxfp4", "bitnet"), ("accelerate",)),
     "aqlm": ("aqlm", "accelerate"),
     "auto-round": ("auto_round",),
