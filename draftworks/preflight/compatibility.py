@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from draftworks.config.draft_config import read_draft_config
 from draftworks.config.layer_shape import find_embedding_scale
@@ -83,7 +82,7 @@ def _is_sound(target: TargetSpec, name: str, files: TargetFiles, registry: Regis
     """Report what one strategy's entry asks of the model in vain; return whether its draft can be built and exported."""
     entry, strategy = target.strategies[name], resolve_strategy(name)
     where = f"target {target.name}: strategies.{name}"
-    options: Any = None
+    options: StrategyOptions | None = None
     before = len(findings.errors)
     with findings.collect_errors(), _name_target_in_errors(target):
         options = strategy.parse_options(entry.options, where=name)
@@ -93,7 +92,7 @@ def _is_sound(target: TargetSpec, name: str, files: TargetFiles, registry: Regis
         with findings.collect_errors(), _name_target_in_errors(target):
             strategy.check(options, sizes)
     size = getattr(options, "draft_vocab_size", None) if strategy.uses_vocab_mapping else None
-    if len(findings.errors) == before:
+    if options is not None and len(findings.errors) == before:
         with findings.collect_errors():
             _check_export(strategy, options, files, entry.export, f"{where}.export")
         with findings.collect_errors():

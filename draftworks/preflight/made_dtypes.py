@@ -38,6 +38,5 @@ def _list_differences(written: TargetSpec, target: TargetSpec, artifacts: Artifa
 def _describe(key: str, what: str, made: object, chosen: str) -> Iterator[str]:
     if made not in (None, chosen):
         yield (
-            f"{key}.{_KEY}: {what} had {made}, and the default here is {chosen}, so a run makes it all again: to go on with "
-            f"what there is, set {_KEY} to {made}"
+            f"{key}.{_KEY}: {what} had {made}, the default here is {chosen}: a run makes it again, unless you set {_KEY} to {made}"
         )

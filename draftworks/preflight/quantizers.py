@@ -16,7 +16,7 @@ from draftworks.targets.quantization import read_quantization
 from draftworks.targets.registry import Registry
 from draftworks.targets.weights import read_model_config, silence_transformers
 
-_MODULES = {
+_MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fp8", "mxfp8", "mxfp4", "bitnet"), ("accelerate",)),
     "aqlm": ("aqlm", "accelerate"),
     "auto-round": ("auto_round",),
@@ -57,7 +57,7 @@ class _Obstacle:
     remedy: str | None = None
 
     def describe(self, alternative: str) -> str:
-        return f"{self.reason}: {', or '.join(filter(None, (self.remedy, alternative)))}"
+        return f"{self.reason}: {alternative if self.remedy is None else f'{self.remedy}, or {alternative}'}"
 
 
 def check_quantizer(target: TargetSpec, files: TargetFiles, registry: Registry, findings: Findings) -> None:

@@ -56,12 +56,10 @@ def _read_sizes(folder: Path) -> _ModelSizes | None:
     if not isinstance(config, dict):
         return None
     text = config.get("text_config")
-    own = text if isinstance(text, dict) else config
+    own: dict[str, Any] = text if isinstance(text, dict) else config
     keys = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
-    values = [own.get(key) for key in keys]
-    if any(type(value) is not int or value < 1 for value in values):
-        return None
-    return _ModelSizes(*values)
+    values = [value for value in map(own.get, keys) if type(value) is int and value > 0]
+    return _ModelSizes(*values) if len(values) == len(keys) else None
 
 
 def _fit_to_model(spec: TargetSpec, sizes: _ModelSizes) -> TargetSpec:
@@ -148,8 +146,8 @@ def describe_fitted(written: TargetSpec, fitted: TargetSpec) -> list[str]:
     found = _describe_sizes(written, fitted)
     before, now = _list_computing(written), _list_computing(fitted)
     found += [
-        f"{key}.{_DTYPE}: {now[key].compute_dtype}, as its device {now[key].device} is a processor without bfloat16 "
-        f"instructions (AVX512-BF16 or AMX) here. Results are known by it: set it if other machines are to share them"
+        f"{key}.{_DTYPE}: {now[key].compute_dtype}, as device {now[key].device} is a CPU without bfloat16 instructions "
+        f"(AVX512-BF16, AMX) here: set it where other machines share results"
         for key in now
         if before[key].compute_dtype != now[key].compute_dtype
     ]

@@ -101,7 +101,7 @@ def check_target_weights(target: TargetFiles, backend: str = "hf", cache_folder:
     if heads.problem is not None:
         raise StoreError(heads.problem)
     if heads.note is not None:  # no verdict yet
-        return replace(found, note="; ".join(filter(None, (found.note, heads.note))))
+        return replace(found, note=heads.note if found.note is None else f"{found.note}; {heads.note}")
     if verdict is not None:
         cache_json(verdict, asdict(found))
     return found

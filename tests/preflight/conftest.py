@@ -15,6 +15,7 @@ import yaml
 from draftworks.preflight.examine import examine_entry
 from draftworks.programs.short_paths import shorten_paths
 from draftworks.storage.identity import FileDigests
+from draftworks.targets.machine import Machine
 from draftworks.targets.registry import Registry
 
 CHATS = [
@@ -83,7 +84,9 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, tiny_folder: Path) -> Fleet:
+def fleet(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    """On a machine whose processor has bfloat16 instructions, so that no default depends on the one that tests run on."""
+    monkeypatch.setattr("draftworks.targets.fitted_defaults.read_machine", lambda: Machine(0, False, True))
     for folder in ("targets", "datasets", "evals"):
         (tmp_path / "registry" / folder).mkdir(parents=True)
     (tmp_path / "registry" / "datasets" / "chats.yaml").write_text("files: [chats.jsonl]\n")

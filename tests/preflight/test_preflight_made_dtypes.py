@@ -43,7 +43,7 @@ def test_results_of_another_dtype_are_named_and_those_of_the_same_are_not(fleet,
     assert warn(fleet, Made(None, None)) == []
     assert warn(fleet, Made(chosen, chosen)) == []
     features, draft = warn(fleet, Made(other, other))
-    assert f"capture.compute_dtype: features had {other}, and the default here is {chosen}" in features
+    assert f"capture.compute_dtype: features had {other}, the default here is {chosen}" in features
     assert f"strategies.eagle3.training.compute_dtype: its draft had {other}" in draft
     assert draft.endswith(f"set compute_dtype to {other}")
 
