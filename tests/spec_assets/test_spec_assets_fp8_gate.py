@@ -96,7 +96,7 @@ def test_a_run_needs_the_gate_for_what_it_trains(selected: set[str], trained: li
     assert list_trained_strategies(TARGET.model_copy(update={"strategies": entries}), selected) == trained
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fp8_is_refused_until_the_gate_has_passed_and_then_trained_on(site) -> None:
     text = site.target_file.read_text()
     gates = "gates: {fp8_samples: 12, fp8_steps: 2, fp8_max_loss: 0.999}\n"

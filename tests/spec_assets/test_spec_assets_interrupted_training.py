@@ -109,7 +109,7 @@ def test_a_pre_empted_training_is_retried_from_its_checkpoint(prepared, undistur
     assert draft(prepared).data_version == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cancelled_training_goes_on_at_the_next_materialization(cancelled, undisturbed):
     again = train(cancelled)
     assert again.success
@@ -122,7 +122,7 @@ def test_a_cancelled_training_goes_on_at_the_next_materialization(cancelled, und
     assert "checkpoints" in metadata["checkpoints"].value
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_start_over_forgets_an_interrupted_training(cancelled, undisturbed):
     assert train(cancelled, start_over=True).success
     assert starts(cancelled) == [0]

@@ -20,7 +20,7 @@ comparison: {tokens: 600, steps: 2, seeds: 2}
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_draft_is_trained_on_both_kinds_measured_on_both_and_compared_with_drafts_of_one(site):
     (site.registry / "thinking.jinja").write_text(THINKING_TEMPLATE)
     site.target_file.write_text(site.target_file.read_text() + MIX)
