@@ -22,6 +22,7 @@ from spec_assets import data, features, inputs
 from spec_assets.console import console
 from spec_assets.decisions import list_decided_strategies, make_decision_asset, make_decision_jobs
 from spec_assets.drafts import make_draft_asset, make_draft_check
+from spec_assets.eval_users import find_eval_users
 from spec_assets.evals import (
     make_eval_answers_check,
     make_eval_features_asset,
@@ -60,6 +61,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
     """
     registry, loading = Registry(registry_root), ReadOnceRegistry(registry_root)  # of all that is asked while loading
     targets, evals = make_target_partitions(loading), list_free_eval_names(loading)
+    measured = find_eval_users(loading, evals)
     strategies = [resolve_strategy(name) for name in list_used_strategies(loading)]
     exported = [strategy for strategy in strategies if strategy.exports]
     in_service = list_promoted_strategies(loading)
@@ -76,13 +78,13 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
         *(made for name in evals for made in make_eval_set_assets(name)),
         *(make_eval_features_asset(name) for name in [HELDOUT, *evals]),
         *(make_draft_asset(strategy) for strategy in strategies),
-        *(make_report_asset(strategy, evals) for strategy in strategies),
+        *(make_report_asset(strategy, measured) for strategy in strategies),
         *map(make_export_asset, exported),
         *map(make_serving_asset, exported),
         fp8_gate,
         thinking_comparison,
         *map(make_promoted_asset, promoted),
-        *(make_decision_asset(strategy, evals) for strategy in decided),
+        *(make_decision_asset(strategy, measured) for strategy in decided),
         *map(make_observed_asset, observed),
     ]
     checks = [

@@ -1,7 +1,7 @@
 """The assets `{strategy}_decision`: keep, tune or retrain the draft in service. They exist where an entry has
 `decision:`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -13,6 +13,7 @@ from draftworks.storage.identity import digest
 from draftworks.targets.registry import HELDOUT, Registry
 from resources.workspace import Workspace
 from spec_assets.common import NothingToDo, asset, require_target
+from spec_assets.eval_users import EvalUsers, depend_on_eval_sets
 from spec_assets.metadata import embed_png, format_table, round_figures
 from spec_assets.promotion import GROUP, list_strategies_with, open_service
 
@@ -27,10 +28,14 @@ def list_decided_strategies(registry: Registry) -> list[str]:
     return list_strategies_with(registry, "decision")
 
 
-def make_decision_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
-    """Make the asset `{strategy}_decision`, for targets with `decision`."""
+def make_decision_asset(strategy: StrategySpec, evals: EvalUsers) -> dg.AssetsDefinition:
+    """Make the asset `{strategy}_decision`, for targets with `decision`.
+
+    Args:
+        evals: targets by the eval set that they list.
+    """
     names = of_strategy(strategy.name)
-    eval_assets = [each for name in [HELDOUT, *evals] for each in of_eval_set(name)]
+    eval_assets = [*of_eval_set(HELDOUT), *depend_on_eval_sets(evals, tuple)]
 
     @asset(
         group=GROUP,

@@ -1,7 +1,6 @@
 """Report assets: acceptance of each draft on the eval sets, beside baselines."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from spec_assets.common import (
     require_publishable,
     require_target,
 )
+from spec_assets.eval_users import EvalUsers, depend_on_eval_sets
 from spec_assets.evals import locate_feature_set, read_answers_identity, read_eval_data
 from spec_assets.metadata import embed_picture, select_acceptance, tabulate_sampled
 
@@ -46,10 +46,14 @@ GROUP = "reports"
 LAST = LastHidden().name
 
 
-def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
-    """Make the asset `{strategy}_report`, over `heldout` and those of the named eval sets that a target lists."""
+def make_report_asset(strategy: StrategySpec, evals: EvalUsers) -> dg.AssetsDefinition:
+    """Make the asset `{strategy}_report`, over `heldout` and those of the named eval sets that a target lists.
+
+    Args:
+        evals: targets by the eval set that they list.
+    """
     draft_name = of_strategy(strategy.name).draft
-    eval_assets = [asset for name in [HELDOUT, *evals] for asset in of_eval_set(name)[1:]]
+    eval_assets = [*of_eval_set(HELDOUT)[1:], *depend_on_eval_sets(evals, lambda names: names[1:])]
 
     @asset(
         group=GROUP,

@@ -106,6 +106,24 @@ def stale(site: Any, instance: dg.DagsterInstance) -> set[str]:
     }
 
 
+@pytest.mark.parametrize("listed_by", ["other", "small"])
+def test_a_new_eval_set_concerns_the_reports_of_targets_that_list_it(two_strategies, tmp_path, listed_by: str):
+    site = two_strategies.copy(tmp_path)
+    other = site.target_file.with_name("other.yaml")
+    other.write_text(site.target_file.read_text())
+    reports = {of_strategy(strategy).report for strategy in STRATEGIES}
+    with dg.DagsterInstance.ephemeral() as instance:
+        look_at_options(site, instance)
+        make_the_rest(site, instance)
+        assert stale(site, instance) == set()
+        (site.registry / "evals").mkdir(exist_ok=True)
+        dataset = yaml.safe_load(site.target_file.read_text())["dataset"]
+        (site.registry / "evals" / "gold.yaml").write_text(f"dataset: {dataset}\n")
+        path = site.target_file.with_name(f"{listed_by}.yaml")
+        path.write_text(path.read_text() + "\nevals: [gold]\n")
+        assert stale(site, instance) & reports == (reports if listed_by == "small" else set())
+
+
 @pytest.mark.parametrize("changed", gate_or_long(CHANGES, IN_GATE))
 def test_a_changed_option_makes_stale_what_reads_it_and_nothing_else(two_strategies, tmp_path, changed):
     site = two_strategies.copy(tmp_path)
