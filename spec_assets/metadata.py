@@ -57,8 +57,8 @@ def select_figures(artifact: Artifact) -> dict[str, Any]:
 
 
 def select_acceptance(metrics: Mapping[str, Any], suffix: str = "") -> dict[str, float]:
-    """Return accepted draft tokens per pass for each rung that was measured; Dagster plots such floats over time."""
-    rungs = {"simulated_acc_len": SIMULATED, "walk_acc_len": WALK, "loop_acc_len": LOOP}
+    """Return accepted draft tokens per pass for each rung that was measured, the walk first; Dagster plots such floats."""
+    rungs = {"walk_acc_len": WALK, "simulated_acc_len": SIMULATED, "loop_acc_len": LOOP}
     return {f"{name}{suffix}": metrics[key] for name, key in rungs.items() if metrics.get(key) is not None}
 
 

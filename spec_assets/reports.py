@@ -12,7 +12,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import VOCAB_FILE, EvaluateRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
-from draftworks.evaluation.report.summary import ReportSummary
+from draftworks.evaluation.report.summary import TRAINED, ReportSummary
 from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.model_card import CardSubject, model_card, strip_front_matter
@@ -236,7 +236,8 @@ def describe_report(artifact: Artifact) -> dict:
         metadata[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
         metadata[f"acceptance{suffix}"] = embed_picture(folder / "acceptance.png", f"acceptance on {name}")
     metadata["model_card"] = dg.MetadataValue.md(strip_front_matter((artifact.path / CARD).read_text(encoding="utf-8")))
-    return {**metadata, **{f"simulated_acc_len_{draft}": score for draft, score in read_scores(artifact).items()}}
+    baselines = {draft: score for draft, score in read_scores(artifact).items() if draft != TRAINED}
+    return {**metadata, **{f"simulated_acc_len_{draft}": score for draft, score in baselines.items()}}
 
 
 def describe_weighted_slices(workspace: Workspace, strategy: StrategySpec, artifact: Artifact) -> dict[str, Any]:
