@@ -40,6 +40,7 @@ from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import identify_eval_data
 from sensors.acting import Tick, explain_tick, group_reasons
+from sensors.series import SeriesCursor
 
 HOURS = 4.0
 SHAPE = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
@@ -89,7 +90,7 @@ def tick(reader: FleetReader, instance: dg.DagsterInstance) -> str:
     """Do what the sensor does."""
     found = Tick(reader, instance, time.time())
     steps, _ = found.act()
-    found.request_decisions({})
+    found.request_decisions(SeriesCursor.read(None))
     return "\n".join([*group_reasons(steps), explain_tick(steps)])
 
 
