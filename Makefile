@@ -54,6 +54,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
 	@$(BIN)/draftworks summary $(TARGET)
+	@echo "Go on with: make ui (every figure on http://127.0.0.1:$(PORT)), $(BIN)/draftworks leaderboard, $(BIN)/draftworks -h"
 
 demo-streamed: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target tiny --registry registry/examples/streamed

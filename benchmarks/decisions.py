@@ -90,7 +90,7 @@ def tick(reader: FleetReader, instance: dg.DagsterInstance) -> str:
     """Do what the sensor does."""
     found = Tick(reader, instance, time.time())
     steps, _ = found.act()
-    found.request_decisions(SeriesCursor("", {}))
+    found.request_decisions(SeriesCursor.read(None))
     return "\n".join([*group_reasons(steps), explain_tick(steps)])
 
 

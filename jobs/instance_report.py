@@ -24,9 +24,8 @@ from draftworks.preflight.installation.probes import Line
 from draftworks.storage.words import format_count, list_names
 from draftworks.targets.registry import Registry
 from jobs.instance_problems import describe_instance_problem
-from resources.dead_runs import TAG
+from resources.dead_runs import find_run_process
 from resources.job_claims import CLAIM, JobClaim
-from resources.process_place import RunProcess
 
 AREA = "dagster"
 SILENT_DAEMON_S = 300.0
@@ -147,7 +146,7 @@ def report_dead_runs(instance: dg.DagsterInstance) -> Iterator[Line]:
     """Yield unfinished runs of this machine whose process is gone."""
     dead = []
     for run in instance.get_runs(filters=dg.RunsFilter(statuses=UNFINISHED), limit=_MOST_RUNS):
-        process = RunProcess.from_tag(run.run_id, run.tags.get(TAG))
+        process = find_run_process(run)
         if process is not None and process.is_dead():
             dead.append(run.run_id)
     if dead:

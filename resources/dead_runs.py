@@ -26,7 +26,10 @@ from resources.job_claims import JobClaim, is_claim_alive
 from resources.process_place import RunProcess
 from resources.process_tree import is_alive
 
-TAG = "draftworks/run_process"
+TAG = ".dagster/draftworks_run_process"
+"""Of the process of a run. Dagster's UI does not show tags that begin so, which are for programs."""
+_OLD_TAG = "draftworks/run_process"
+"""As runs have it that began before it was hidden."""
 JOB_TAG = "draftworks/job."
 """Begins the tags of a run that name the claims of its jobs in schedulers, see `resources.job_claims`."""
 _SAYS_A_PID = {dg.DagsterEventType.ENGINE_EVENT, dg.DagsterEventType.STEP_WORKER_STARTED}
@@ -45,12 +48,17 @@ def end_with_run_process(context: dg.OpExecutionContext | dg.AssetExecutionConte
     if parent is not None and not any(thread.name == _watch.__name__ for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=(parent,), name=_watch.__name__, daemon=True).start()
     run = context.run
-    if RunProcess.from_tag(run.run_id, run.tags.get(TAG)) is None:
+    if find_run_process(run) is None:
         with suppress(psutil.Error):  # the parent has just ended, and this step will
             mine = RunProcess.of(
                 run.run_id, parent.pid if parent is not None and parent.pid is not None else os.getpid()
             )
             context.instance.add_run_tags(run.run_id, {TAG: mine.to_tag()})
+
+
+def find_run_process(run: dg.DagsterRun) -> RunProcess | None:
+    """Return the process that a run's tag names; None if it has none, or only that of the run that it retries."""
+    return RunProcess.from_tag(run.run_id, run.tags.get(TAG) or run.tags.get(_OLD_TAG))
 
 
 def has_run_process_ended() -> bool:
@@ -107,7 +115,7 @@ def release_dead_runs(
         if record is not None and record.end_time is not None and time.time() - record.end_time < ended_for_s:
             continue
         if run is not None and not run.is_finished:
-            process = RunProcess.from_tag(run_id, run.tags.get(TAG))
+            process = find_run_process(run)
             dead = None if process is None else process.is_dead()
             if not dead:
                 unknown += [run_id] if dead is None else []

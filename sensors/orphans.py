@@ -13,10 +13,9 @@ from draftworks.config.launchers import LOCAL, PROGRAMS, LauncherSpec, Scheduler
 from draftworks.errors import DraftworksError
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
-from resources.dead_runs import TAG
+from resources.dead_runs import find_run_process
 from resources.job_claims import JobClaim
 from resources.launchers import make_scheduler
-from resources.process_place import RunProcess
 from resources.scheduler import SeenJob
 from resources.workspace import Workspace
 
@@ -92,7 +91,7 @@ def is_waited_for(instance: dg.DagsterInstance, claim: JobClaim | None) -> bool:
     run = None if claim is None else instance.get_run_by_id(claim.owner.run_id)
     if claim is None or run is None or run.is_finished:
         return False
-    process = RunProcess.from_tag(run.run_id, run.tags.get(TAG))
+    process = find_run_process(run)
     return not claim.owner.is_dead() and (process is None or not process.is_dead())
 
 

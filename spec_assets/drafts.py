@@ -96,37 +96,37 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
 
 
 def describe_draft(artifact: Artifact) -> dict[str, Any]:
-    """Return metadata of a draft: training figures, held-out evaluation, checkpoints, and curves as a picture."""
+    """Return metadata of a draft: how good it is, curves as a picture, training figures, checkpoints."""
     summary = artifact.summary
     figures = (
+        "first_loss",
+        "last_loss",
+        "tokens",
         "steps",
         "published_step",
         "ended_early",
-        "tokens",
         "tokens_per_s",
-        "first_loss",
-        "last_loss",
         "world_size",
     )
     best, rates = summary["best"], describe_rates(DraftIdentity.of(artifact).strategy, summary["heldout"])
     return {
-        **{name: summary[name] for name in figures},
+        **select_acceptance(summary["heldout"]),
         **(
             {}
             if best is None
             else {"best_score": best["score"], "best_metric": best["metric"], "best_step": best["step"]}
         ),
-        "checkpoints": tabulate_checkpoints(artifact),
-        "resume_history": format_table(("from step", "ranks", "started"), map(format_session, summary["sessions"])),
-        "peak_memory": format_bytes(summary["peak_rss_bytes"]),
-        **select_acceptance(summary["heldout"]),
+        "curves": embed_picture(artifact.path / "training.png", "loss and acceptance while training"),
+        **{name: summary[name] for name in figures},
         **format_rates_by_position(summary["heldout"]),
         **describe_strategy_metrics(summary["heldout"]),
         **({"acceptance_rule": rates} if rates else {}),
         **describe_stream(summary),
         **describe_left_out(summary),
+        "checkpoints": tabulate_checkpoints(artifact),
+        "resume_history": format_table(("from step", "ranks", "started"), map(format_session, summary["sessions"])),
+        "peak_memory": format_bytes(summary["peak_rss_bytes"]),
         "heldout": dg.MetadataValue.json(summary["heldout"]),
-        "curves": embed_picture(artifact.path / "training.png", "loss and acceptance while training"),
     }
 
 

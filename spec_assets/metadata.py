@@ -12,7 +12,7 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.evaluation.acceptance_length import count_own_token
+from draftworks.evaluation.acceptance_length import SYMBOL, count_own_token, format_length
 from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.sampled import list_sampled_acceptance
 from draftworks.storage.artifacts import Artifact
@@ -59,24 +59,26 @@ def select_figures(artifact: Artifact) -> dict[str, Any]:
 
 
 def select_acceptance(metrics: Mapping[str, Any], suffix: str = "") -> dict[str, float]:
-    """Return the acceptance length of each rung that was measured; Dagster plots such floats over time."""
-    rungs = {"simulated": SIMULATED, "walk": WALK, "loop": LOOP}
+    """Return the acceptance length of each rung that was measured, the walk first; Dagster plots such floats over time."""
+    rungs = {"walk": WALK, "simulated": SIMULATED, "loop": LOOP}
     measured = {name: metrics[key] for name, key in rungs.items() if metrics.get(key) is not None}
     return {f"{name}_acceptance_length{suffix}": count_own_token(value) for name, value in measured.items()}
 
 
 def tabulate_sampled(strategy: str, metrics: Mapping[str, Any], suffix: str = "") -> dict[str, Any]:
     """Return a table of acceptance above temperature 0 by rule, with the servers that it is of; {} where none was measured."""
-    columns = ("decoding", "rule", "servers", "simulated_acc_len", "loop_acc_len")
+    columns = ("decoding", "rule", "servers", f"{SYMBOL} simulated", f"{SYMBOL} loop")
     rows = [
-        (one.decoding.describe(), one.decoding.rule, one.servers, _figure(one.simulated), _figure(one.loop))
+        (
+            one.decoding.describe(),
+            one.decoding.rule,
+            one.servers,
+            format_length(one.simulated, 3, none=""),
+            format_length(one.loop, 3, none=""),
+        )
         for one in list_sampled_acceptance(strategy, metrics)
     ]
     return {f"sampled_acceptance{suffix}": format_table(columns, rows)} if rows else {}
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.{DIGITS}g}"
 
 
 def describe_rejections(artifact: Artifact) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from draftworks.config.run_files import VOCAB_FILE, EvaluateRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.acceptance_length import count_own_token
-from draftworks.evaluation.report.summary import ReportSummary
+from draftworks.evaluation.report.summary import TRAINED, ReportSummary
 from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.model_card import CardSubject, model_card, strip_front_matter
@@ -244,8 +244,9 @@ def describe_report(artifact: Artifact, strategy: str) -> dict:
         metadata[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
         metadata[f"acceptance{suffix}"] = embed_picture(folder / "acceptance.png", f"acceptance on {name}")
     metadata["model_card"] = dg.MetadataValue.md(strip_front_matter((artifact.path / CARD).read_text(encoding="utf-8")))
-    scores = {draft: count_own_token(accepted) for draft, accepted in read_scores(artifact).items()}
-    return {**metadata, **{f"simulated_acceptance_length_{draft}": length for draft, length in scores.items()}}
+    baselines = {draft: score for draft, score in read_scores(artifact).items() if draft != TRAINED}
+    lengths = {f"simulated_acceptance_length_{draft}": count_own_token(each) for draft, each in baselines.items()}
+    return {**metadata, **lengths}
 
 
 def describe_weighted_slices(workspace: Workspace, strategy: StrategySpec, artifact: Artifact) -> dict[str, Any]:

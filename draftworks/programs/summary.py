@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from typing import Any
 
@@ -40,6 +41,9 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
             draft = artifacts.find(of_strategy(strategy).draft, target)
             if draft is not None and describe_strategy_metrics(draft.summary["heldout"]):
                 print_table(build_strategy_metrics_table(strategy, draft))
+            export = artifacts.find(of_strategy(strategy).export, target)
+            if export is not None:
+                print_text(f"{strategy}: its files for servers are in {os.path.relpath(export.path)}")
     except DraftworksError as error:
         raise report_error(error) from None
 

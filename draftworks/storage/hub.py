@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from draftworks.errors import ConfigError
 
 
+@contextmanager
+def _without_retries_in_the_log() -> Iterator[None]:
+    """Let the hub's client log no attempt that it repeats: the error at the end says what was wrong."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@_without_retries_in_the_log()
 def fetch_hub_file(where: str, model: str, revision: str, filename: str) -> Path | None:
     """Return the local path of a hub file, downloaded if necessary; None if the repository has no such file at that commit.
 
@@ -35,6 +51,7 @@ def find_cached_hub_file(model: str, revision: str, filename: str) -> Path | Non
     return Path(found) if isinstance(found, str) else None
 
 
+@_without_retries_in_the_log()
 def list_dataset_files(where: str, dataset: str, revision: str) -> list[str]:
     """Return the names of all files of a data set of the hub at a commit. `where` and errors as in `fetch_hub_file`."""
     from httpx import HTTPError
@@ -49,6 +66,7 @@ def list_dataset_files(where: str, dataset: str, revision: str) -> list[str]:
         raise ConfigError(f"{where}: {_explain_dataset('the list of its files', error)}") from error
 
 
+@_without_retries_in_the_log()
 def fetch_dataset_file(where: str, dataset: str, revision: str, filename: str) -> Path | None:
     """Return the local path of a file of a data set of the hub, as `fetch_hub_file` does for a model's."""
     from httpx import HTTPError
@@ -77,6 +95,7 @@ HubHeader = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor of a safetensors file, by name."""
 
 
+@_without_retries_in_the_log()
 def fetch_hub_header(where: str, model: str, revision: str, filename: str) -> Path | HubHeader | None:
     """Return the path of a safetensors file if the cache has it, else only its header, fetched from the hub.
 

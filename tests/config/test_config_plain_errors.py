@@ -162,6 +162,14 @@ def test_a_secret_in_place_of_a_variable_is_not_shown():
         assert "such as SERVER_KEY" in line
 
 
+@pytest.mark.parametrize("page", ["metrics", "v1", "server_info", "health"])
+def test_the_address_of_a_page_is_not_that_of_its_server(page: str):
+    server = {"name": "a", "url": f"http://127.0.0.1:1/{page}", "kind": "sglang", "strategy": "eagle3"}
+    [line] = describe(TargetSpec, {**FILES[TargetSpec], "servers": [server]})
+    assert line.endswith(f"without /{page}; did you mean http://127.0.0.1:1?")
+    assert not describe(TargetSpec, {**FILES[TargetSpec], "servers": [{**server, "url": "http://127.0.0.1:1/behind"}]})
+
+
 def test_a_key_of_a_given_set_is_suggested_where_it_stands():
     [line] = describe(DeploymentSpec, {"retention": {"budget_gb": {"feature": 10}}})
     assert line == f"{PLACE}: unknown key retention.budget_gb.feature; did you mean features or eval_features?"

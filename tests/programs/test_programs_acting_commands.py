@@ -32,6 +32,15 @@ def say(acting: ActingFleet, *words: str) -> str:
     return result.output
 
 
+def test_an_answer_that_no_budget_lets_start_is_told_so(acting: ActingFleet):
+    assert "no budget" not in say(acting, "accept", "one", "eagle3", "--choice", "retrain")
+    acting.set_budget(None)
+    told = say(acting, "accept", "one", "eagle3", "--choice", "retrain")
+    assert "warning: deployment.yaml has no budget, so nothing starts by itself" in told
+    assert "draftworks run retrain_eagle3 --target one" in told
+    assert "no budget" not in say(acting, "accept", "one", "eagle3", "--choice", "keep")
+
+
 def refuse(acting: ActingFleet, *words: str) -> str:
     result = run(acting, *words)
     assert result.exit_code == 1

@@ -23,7 +23,7 @@ def test_a_test_message_is_sent_to_the_channels_that_are_named(tmp_path: Path, m
 
     def answer(request: Request) -> Reply:
         seen.append(request)
-        return Reply(200 if request.path == "/good" else 500, "x")
+        return Reply(200 if request.path == "/good" else 500, "")
 
     with json_server(answer) as url:
         monkeypatch.setenv("TEAM_URL", f"{url}/good")
@@ -34,6 +34,7 @@ def test_a_test_message_is_sent_to_the_channels_that_are_named(tmp_path: Path, m
         one = CliRunner().invoke(app, [*command, "--test", "--channel", "team"])
     assert (both.exit_code, one.exit_code) == (1, 0)
     assert "team: the test message has arrived" in one.output
+    assert "it answers 500: Internal Server Error, and nothing else was said" in both.output
     assert [request.path for request in seen] == ["/good", "/bad", "/good"]
     assert seen[0].body == {"text": "test: a test message of draftworks notify --test"}
 

@@ -74,6 +74,17 @@ def test_the_hook_decides_the_exit_code_and_not_what_is_in_service(tmp_path: Pat
     assert ("has confirmed" in again.stdout) == bool(exit_code)  # one that has succeeded is not called again
 
 
+def test_promoting_what_is_in_service_says_that_nothing_is_changed(tmp_path: Path):
+    site = ServiceSite(tmp_path)
+    draft = site.publish_draft("a")
+    site.publish_report(draft, {"heldout": 2.0})
+    site.publish_export(draft)
+    assert "nothing is changed" not in call(site, "promote").stdout
+    again = call(site, "promote")
+    assert again.exit_code == 0
+    assert "nothing is changed, as this draft is in service already: promote: draft" in again.stdout
+
+
 def test_the_drafts_of_a_strategy_that_an_entry_dropped_stay_and_go_back_as_before(site: ServiceSite):
     pinned, loose = site.publish("e", 0.1), site.publish("f", 0.1)
     drafts = [site.publish(name, accepted) for name, accepted in (("a", 1.0), ("b", 1.2), ("c", 1.4), ("d", 1.6))]

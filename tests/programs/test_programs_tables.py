@@ -139,6 +139,15 @@ def test_the_figures_of_a_draft_fit():
         check_widths(lambda width, table=table: render_text_table(table, width))
 
 
+def test_a_summary_ends_with_the_files_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    site = ServiceSite(tmp_path)
+    draft = site.publish_draft("a", summary={"heldout": {}})
+    export = site.publish_export(draft)
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, ["summary", "small", "--registry", str(site.registry)]).stdout
+    assert shown.splitlines()[-1] == f"eagle3: its files for servers are in {export.path.relative_to(tmp_path)}"
+
+
 def test_no_command_with_a_table_is_left_out():
     assert {words[0] for words in SHOWN} | {"observe"} | SENTENCES == set(COMMANDS)
 

@@ -13,9 +13,10 @@ import dagster as dg
 import psutil
 import pytest
 from dagster._core.events import DagsterEvent, EngineEventData
+from dagster._core.storage.tags import TagType, get_tag_type
 from dagster._core.test_utils import create_run_for_test
 
-from resources.dead_runs import TAG, DeadRuns, end_with_run_process, release_dead_runs
+from resources.dead_runs import TAG, DeadRuns, end_with_run_process, find_run_process, release_dead_runs
 from resources.process_place import Place, RunProcess
 
 POOL = "gpu"
@@ -67,6 +68,14 @@ def dead_pid() -> int:
 
 def slots_taken(instance: dg.DagsterInstance) -> int:
     return instance.event_log_storage.get_concurrency_info(POOL).active_slot_count
+
+
+def test_the_tag_of_a_process_is_not_shown_in_the_ui_and_that_of_older_runs_is_read():
+    run, mine = dg.DagsterRun("everything", run_id="one"), RunProcess.of("one", os.getpid())
+    assert get_tag_type(TAG) is TagType.HIDDEN
+    assert find_run_process(run) is None
+    for tag in (TAG, "draftworks/run_process"):
+        assert find_run_process(run.with_tags({tag: mine.to_tag()})) == mine
 
 
 def test_a_run_whose_process_is_gone_fails_and_frees_its_slot(instance):

@@ -11,7 +11,8 @@ from draftworks.evaluation.labels import Exactness
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.storage.artifacts import Artifact, BuildResult
 from resources.workspace import Workspace
-from spec_assets.reports import ReportSubject
+from spec_assets.drafts import describe_draft
+from spec_assets.reports import ReportSubject, describe_report
 
 
 def made(result: dg.ExecuteInProcessResult) -> set[str]:
@@ -28,6 +29,17 @@ def test_evaluating_a_strategy_without_a_draft_yields_no_report_and_says_why(fin
     assert "eagle3_report" not in made(result)
     assert "target small has no eagle3 draft yet: nothing to do" in capfd.readouterr().err
     assert not any(check.asset_key == dg.AssetKey("eagle3_report") for check in result.get_asset_check_evaluations())
+
+
+def test_the_pages_of_report_and_draft_begin_with_the_walk_and_say_no_figure_twice(finished_site, tmp_path):
+    artifacts = Workspace(registry_root=str(finished_site.copy(tmp_path).registry)).artifacts
+    report = describe_report(artifacts.load_current("eagle3_report", "small"))
+    draft = describe_draft(artifacts.load_current("eagle3_draft", "small"))
+    assert next(iter(report)) == "walk_acc_len"
+    assert "simulated_acc_len_trained" not in report
+    assert {"simulated_acc_len_untrained", "report", "acceptance", "model_card"} <= report.keys()
+    assert list(draft)[0].endswith("_acc_len")
+    assert list(draft).index("curves") < list(draft).index("steps")
 
 
 def test_equal_weights_with_other_options_are_measured_again(finished_site, tmp_path):

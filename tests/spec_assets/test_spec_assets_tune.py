@@ -34,7 +34,7 @@ def test_a_tune_of_a_draft_that_is_not_there_or_has_other_options_is_refused(fin
     workspace = Workspace(registry_root=str(finished_site.registry))
     digest = ArtifactStore(finished_site.var).load_current("eagle3_draft", "small").path.name
     target = workspace.registry.load_target("small")
-    with pytest.raises(ConfigError, match=f"start_from: target small, eagle3: no draft '0123'; there are: {digest}"):
+    with pytest.raises(ConfigError, match=f"start_from: target small, eagle3: no draft '0123'; there is: {digest}"):
         resolve_draft_inputs(workspace, EAGLE3, target, DraftConfig(start_from="0123"))
     with pytest.raises(ConfigError, match="start_from: target small, eagle3: no draft '../..'"):
         resolve_draft_inputs(workspace, EAGLE3, target, DraftConfig(start_from="../.."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,17 @@ def test_what_the_hub_refuses_is_said_with_target_id_and_commit(tmp_path: Path, 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
     with pytest.raises(ConfigError, match=f"target mine: some/model at commit {COMMIT[:12]}.*{message}"):
         resolved(tmp_path, model="some/model", revision=COMMIT)
+
+
+def test_attempts_that_the_hubs_client_repeats_are_not_in_the_log(monkeypatch, caplog):
+    def fail(*_: object, **__: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("unreachable")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    with pytest.raises(ConfigError, match="unreachable"):
+        fetch_hub_file("target mine", "some/model", COMMIT, "config.json")
+    assert "Retrying" not in caplog.text
 
 
 def test_hub_out_of_reach_is_said_with_what_to_do(tmp_path: Path, monkeypatch):
