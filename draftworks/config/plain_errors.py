@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 
 from draftworks.storage.suggestions import OTHER_WORDS, find_close, list_names, rate, suggest, suggest_or_list
+from draftworks.storage.words import list_names as count_names
 
 CREDENTIALS = re.compile(r"//[^/\s]*@")
 """Credentials in a URL; error messages mask them."""
@@ -150,8 +151,8 @@ class PlainErrors:
 
 
 def _name_places(places: list[str]) -> str:
-    """Return the sections with the shortest paths; of many, the first ones."""
-    return " or ".join(sorted(dict.fromkeys(places), key=len)[:_MOST_PLACES])
+    """Return the sections, those with the shortest paths first; of many, how many more there are."""
+    return count_names(sorted(dict.fromkeys(places), key=len), _MOST_PLACES, between=" or ")
 
 
 def _say_expected(problem: Mapping[str, Any], allowed: list[str]) -> str:

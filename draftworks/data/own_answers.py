@@ -212,8 +212,7 @@ def _require_room_for_thoughts(turn: Turn, header: str, opened: str) -> None:
     is_closed = not header[find_end_of_thought(header) :].strip() and bool(find_end_of_thought(header))
     if thinks and (is_closed or (turn.reasoning and opened.strip())):
         raise DataError(
-            f"a server's prompt ends with {header[-60:]!r}, and the data's answer has a thought: set responses.thinking to true, "
-            "where the template has that switch, or leave the thoughts out"
+            f"prompts end with {header[-24:]!r}, and the answer has a thought: set responses.thinking: true, or leave thoughts out"
         )
 
 

@@ -215,8 +215,7 @@ def _check_export(
     if refused and (useless or settings.formats is not None):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(
-            f"{where}: the draft could not be written as {reasons}. Train without this option, or set formats to those "
-            "that can hold it, [] for none"
+            f"{where}: it cannot be written as {reasons}. Train without this option, or set other formats, [] for none"
         )
 
 

@@ -90,7 +90,7 @@ def _check_serving(
     if serving.format is not None and serving.format not in commands:
         findings.error(
             f"target {target.name}: evaluation.serving.format: {built.strategy.name} will have no export for {SERVER} in "
-            f"{serving.format}; {suggest_or_list(serving.format, commands)}. Add it to export.formats, or leave it out"
+            f"{serving.format}; {suggest_or_list(serving.format, commands)} Add it to export.formats, or leave it out"
         )
     elif commands:
         _check_command(built, target, commands[serving.format or next(iter(commands))], findings)

@@ -12,6 +12,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.placement import runs_here
 from draftworks.storage.installed import read_version
+from draftworks.storage.words import shorten
 from draftworks.targets.quantization import read_quantization
 from draftworks.targets.registry import Registry
 from draftworks.targets.weights import read_model_config, silence_transformers
@@ -77,21 +78,20 @@ def check_quantizer(target: TargetSpec, files: TargetFiles, registry: Registry, 
     ours = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
     if ours and method not in _OF_SGLANG:
         findings.warning(
-            f"{where}: capture.backend {backend}: the checkpoint is quantised ({method}), which SGLang 0.5.23 does not know: use "
-            "backend hf, or the checkpoint without quantisation"
+            f"{where}: capture.backend {backend}: quantised ({method}), which SGLang 0.5.23 does not know: use backend hf, or the "
+            "checkpoint without quantisation"
         )
 
 
 def _find_obstacle(method: str, files: TargetFiles) -> _Obstacle | None:
     """Return why transformers cannot load the checkpoint here; None if it can."""
-    given = f"the checkpoint is quantised ({method})"
+    given = f"quantised ({method})"
     missing = [name for name in _MODULES.get(method, ()) if find_spec(name) is None]
     if missing:
         packages = " ".join(_PACKAGES.get(name, name.replace("_", "-")) for name in missing)
-        needs = f"transformers needs {' and '.join(missing)} to load it"
-        return _Obstacle(f"{given}, and {needs}", f"pip install {packages}")
+        return _Obstacle(f"{given}, which needs {' and '.join(missing)}", f"pip install {packages}")
     told = _ask_transformers(files)
-    return None if told is None else _Obstacle(f"{given}, and transformers {read_version('transformers')} {told}")
+    return None if told is None else _Obstacle(f"{given}; transformers {read_version('transformers')} {told}")
 
 
 def _ask_transformers(files: TargetFiles) -> str | None:
@@ -105,9 +105,9 @@ def _ask_transformers(files: TargetFiles) -> str | None:
         with silence_transformers():
             quantizer = get_hf_quantizer(copy.deepcopy(config), None, None, True, {})[0]
     except Exception as error:  # each quantizer raises errors of its own
-        return f"says: {' '.join(str(error).split()) or type(error).__name__}"
+        return f"says: {shorten(' '.join(str(error).split()), 80) or type(error).__name__}"
     if quantizer is None and getattr(config, "quantization_config", None) is not None:
-        return "does not know this method, and would take packed weights for plain ones"
+        return "does not know it, and would take packed weights for plain ones"
     return None
 
 

@@ -111,6 +111,8 @@ def build_sampled_table(strategy: str, report: Artifact) -> TextTable:
 
 def _describe_prompts(report: Artifact) -> str:
     """Return on how many prompts the loop is, where these are not those of the walk: the two do not compare then."""
+    if LOOP_METRIC not in report.summary["drafts"][TRAINED]:
+        return ""
     found = ReportSummary.load(report.path / HELDOUT)
     [walked, *_], [decoded, *_] = ([*_list_prompts(found, rung), None] for rung in (3, 4))
     if walked is None or decoded is None or walked == decoded:
@@ -134,7 +136,7 @@ def build_strategy_metrics_table(strategy: str, draft: Artifact) -> TextTable:
         for name, values in metrics.items()
     ]
     title = f"{strategy}: its own metrics, of the published draft"
-    caption = describe_rates(strategy, {f"eval/{name}": value for name, value in metrics.items()})
+    caption = describe_rates(strategy, draft.summary["heldout"])
     return TextTable(title, columns, tuple(rows), caption, right=frozenset(columns[1:]))
 
 

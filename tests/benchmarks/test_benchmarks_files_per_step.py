@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "files_per_step.py"
-MOST_FILES = 17
-"""One of them is the decorator that keeps torch.compile out of the fused kernels."""
+MOST_FILES = 18
+"""One is the decorator that keeps torch.compile out of the fused kernels, one names what servers would accept."""
 MOST_LINES = 400
 """As the layout test has it for every file."""
 

@@ -220,9 +220,7 @@ def test_answers_of_every_family_are_learnt_in_its_own_form(name, plain, thinkin
 def test_thoughts_are_refused_where_every_prompt_has_ended_the_thought(tmp_path):
     closed = FORGETS + "{{- '<think></think>' -}}{%- endif -%}"
     for said in (Turn("assistant", "<think>b</think>so"), Turn("assistant", "so", reasoning="b")):
-        with pytest.raises(
-            DataError, match=r"ends with '.*<think></think>', and the data's answer has a thought: set resp"
-        ):
+        with pytest.raises(DataError, match=r"end with '.*<think></think>', and the answer has a thought: set resp"):
             learn(tmp_path, closed, [Turn("user", "a"), said])
     assert learn(tmp_path, closed, talk("a", "so")) == [
         "<|start|>user\na<|end|>\n<|start|>assistant\n<think></think>{so<|end|>}"
@@ -260,7 +258,7 @@ def test_an_assistant_that_speaks_first_is_read_and_not_learnt(chats):
     (row,) = encode_own_answers(chat, Conversation.of(turns))
     assert [chat.decode(said) for _, said in list_runs([row])] == ["so"]
     for nothing in (turns[:2], [turns[2], ANSWER]):
-        with pytest.raises(DataError, match="it has no answer, and responses.mode passthrough"):
+        with pytest.raises(DataError, match="it has no answer for responses.mode passthrough"):
             encode_own_answers(chat, Conversation.of(nothing))
 
 

@@ -265,7 +265,7 @@ def test_without_a_draft_in_service_or_a_section_nothing_is_decided(site: Decisi
     edit(site, decision=None)
     refuse(site, "target small: has no section `decision`", ConfigError)
     other = replace(site, strategy="dflash", entry={"decision": {}})
-    with pytest.raises(ConfigError, match="does not use dflash; it has eagle3"):
+    with pytest.raises(ConfigError, match="does not use 'dflash'; there is: eagle3"):
         Decider.of(other.open())
 
 

@@ -171,10 +171,8 @@ SETTINGS = [
     Settings(
         ResponseSpec(),
         own,
-        {
-            *("mode", "endpoint", "thinking", "max_new_tokens", "temperature", "top_p", "top_k"),
-            *("repetition_penalty", "seed", "continue_after_cut"),
-        },
+        {"mode", "endpoint", "thinking", "max_new_tokens", "temperature", "top_p", "top_k", "seed"}
+        | {"repetition_penalty", "continue_after_cut"},
         {"batch_size"},
         {"endpoint": ENDPOINT},
     ),

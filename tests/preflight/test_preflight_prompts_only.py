@@ -73,8 +73,8 @@ def test_answers_that_a_server_could_not_get_are_refused_with_the_place(fleet):
     fleet.write_rows([{"messages": [*row["messages"], said]} for row in PROMPTS])
     with_template(fleet, template.replace("<|start|>", "<|im_start|>").replace("<|end|>", "<|im_end|>"),
                   responses={"mode": "passthrough"})  # fmt: skip
-    (error,) = [text for text in fleet.check().errors if "a server's prompt ends with" in text]
-    assert "<think></think>', and the data's answer has a thought: set responses.thinking to true" in error
+    (error,) = [text for text in fleet.check().errors if "prompts end with" in text]
+    assert "<think></think>', and the answer has a thought: set responses.thinking: true, or" in error
 
 
 def test_what_rows_say_and_nobody_reads_is_noted(fleet):

@@ -46,5 +46,5 @@ def test_what_cannot_be_decided_is_an_error_and_records_nothing(site: DecisionSi
     shown = ask(site)
     assert shown.exit_code == 1
     assert "no eagle3 draft in service: run draftworks promote small eagle3" in shown.output
-    assert "does not use dflash" in ask(site, strategy="dflash").output
+    assert "does not use 'dflash'" in ask(site, strategy="dflash").output
     assert not (site.artifacts.root / "decisions").exists()

@@ -137,7 +137,7 @@ def test_a_draft_of_other_weights_or_of_another_target_is_refused(site: ServiceS
     elsewhere = site.publish("x", 1.0, target="other")
     site.publish("a", 1.0)
     refuse(site, f"draft {elsewhere} is an eagle3_draft of target other", partial(site.promote, elsewhere))
-    refuse(site, "small, eagle3: no draft '0123'; there are", partial(site.promote, "0123"))
+    refuse(site, "small, eagle3: no draft '0123'; there is", partial(site.promote, "0123"))
     refuse(site, "not a name", partial(site.promote, "../x"))
     site.promote()
     site.add_target("small", weights="second")

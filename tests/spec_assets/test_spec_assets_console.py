@@ -25,8 +25,8 @@ def test_the_last_lines_are_the_cause_though_nothing_of_a_step_is_copied(site, s
     finished = execute(site, "prepare", "small", PATH=stuck_tail)
     assert finished.returncode == 1
     step, cause, verdict = finished.stderr.splitlines()[-3:]
-    assert "target_model           ERROR failed: data set chats: no row of ['chats.jsonl']" in step
-    assert "prepare                ERROR target_model failed: data set chats: no row of ['chats.jsonl']" in cause
+    assert "target_model           ERROR failed: data set chats: chats.jsonl: no row can be read" in step
+    assert "prepare                ERROR target_model failed: data set chats: chats.jsonl: no row can be read" in cause
     assert verdict.startswith("Error: Run ")  # Dagster's own
     assert "Traceback" not in finished.stderr
 

@@ -24,7 +24,7 @@ def test_the_stored_features_are_written_and_wrong_requests_refused(finished_sit
     assert states.shape[1:] == (4, 128)
     for arguments, message in (
         (("small", out), "expected a folder that does not exist yet"),
-        (("small", tmp_path / "x", "--strategy", "dflash"), "has no strategy 'dflash', it has ['eagle3']"),
+        (("small", tmp_path / "x", "--strategy", "dflash"), "has no strategy 'dflash'; there is: eagle3"),
         (("large", tmp_path / "x"), "large"),
     ):
         code, said = export(finished_site, *arguments)

@@ -109,14 +109,14 @@ def test_each_reason_is_given_once_with_the_programs_that_it_concerns(registry: 
     write(registry, {"launcher": harness.make_settings()})
     (harness.scheduler.root / "silent").touch()
     (line,) = refuse(registry, "regenerate", "capture", "train", "evaluate")
-    assert line.startswith("target small: jobs of regenerate, capture, train, evaluate, export: ")
+    assert line.startswith("target small: jobs of regenerate, capture, train and 2 more: ")
 
 
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
         ({"nodes": 2}, "kind local has this machine only"),
-        ({"kind": "slurm", "commands": "/nowhere"}, "expected Slurm's command sbatch in /nowhere"),
+        ({"kind": "slurm", "commands": "/nowhere"}, "no command sbatch in /nowhere"),
         ({"kind": "slurm", "time_limit_s": 60}, "is over before anything is done"),
         ({"kind": "kubernetes", "image": "i", "kubeconfig": "/nowhere"}, "launcher.kubeconfig: /nowhere"),
         ({"kind": "ray", "address": "http://127.0.0.1:9"}, "ray"),

@@ -46,7 +46,7 @@ def test_bad_mixes_are_one_clear_error_before_anything_is_made(site, change, mat
     if match is None:
         text, match = (
             text.replace("[served]}", "[served], weights: none.json}"),
-            "none.json, which is not there. Write it with: draftworks slices small",
+            "none.json. Write it with: draftworks slices small",
         )
     site.target_file.write_text(text)
     result = site.run("prepare")

@@ -95,7 +95,7 @@ def test_a_format_that_is_not_exported_for_the_server_is_refused_first(finished,
     ask_for(site, prompts=1, more=", format: speculators_eagle3")
     result = site.run("serve")
     failure = result.failure_data_for_node("target_model").user_failure_data.description
-    assert "evaluation.serving.format: expected one of sglang_eagle3" in failure
+    assert "no export for SGLang in speculators_eagle3; did you mean sglang_eagle3?" in failure
     assert "found speculators_eagle3" in failure
 
 

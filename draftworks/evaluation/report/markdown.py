@@ -362,8 +362,7 @@ def _render_timing(loops: Iterable[LoopMeasurement]) -> str:
     """Return when and where each loop was timed; a cached loop keeps its earlier timing."""
     parts = [
         f"{loop.decoding.describe()}{'' if loop.decoding.rule is None else f', {loop.decoding.rule},'} on "
-        f"{loop.timing_context.device}, "
-        f"{loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
+        f"{loop.timing_context.device}, {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
         for loop in loops
         if loop.timing_context is not None
     ]

@@ -15,6 +15,7 @@ from mtp_toys import KINDS, SHARD, draw_samples, mtp, sharded_step
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from draftworks.config.decoding import GREEDY
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.target_parts import TargetParts
@@ -44,7 +45,7 @@ def test_the_walk_equals_the_real_loop(kind: str, mtp_target: MakeTarget, tiny_f
     walked = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
     loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
     prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
-    found = loop.measure(prompts, 0.0, {one.walk.sample_id: one.first_answer for one in walked})
+    found = loop.measure(prompts, GREEDY, {one.walk.sample_id: one.first_answer for one in walked})
     assert all(one.gap is not None and one.gap < 1e-4 for one in found.differences)
     tied = {one.sample_id for one in found.differences}
     assert len(tied) < 2
