@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
@@ -71,12 +72,20 @@ def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findin
         if not sample.skipped:
             findings.error(f"{where}: its files hold no row")
     elif not sample.items:
-        findings.error(f"{where}: none of its first {sample.rows} rows can be used: {shorten(sample.reasons[0], 120)}")
+        findings.error(
+            f"{where}: none of its first {sample.rows} rows can be used: {_shorten_reason(sample.reasons[0], 110)}"
+        )
     elif len(sample.reasons) > target.data.max_rejected_share * sample.rows:
         findings.warning(
             f"{where}: {len(sample.reasons)} of its first {sample.rows} rows cannot be used (allowed: "
-            f"{target.data.max_rejected_share:.0%}, data.max_rejected_share): {shorten(sample.reasons[0], 80)}"
+            f"{target.data.max_rejected_share:.0%}, data.max_rejected_share): {_shorten_reason(sample.reasons[0], 80)}"
         )
+
+
+def _shorten_reason(reason: str, most: int) -> str:
+    """Return why a row cannot be used, of the file its name alone."""
+    place, colon, said = reason.partition(": ")
+    return shorten(f"{Path(place).name}{colon}{said}", most)
 
 
 def _check_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findings: Findings) -> None:

@@ -74,7 +74,7 @@ def test_a_tokenizer_without_a_chat_template(site, tiny_folder, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "no row of"),
+        ("", "there is no row"),
         ('{"messages": [{"role": "system", "content": "hi"}]}\n' * 3, "no assistant turn"),
         ("not json\n", "chats.jsonl"),
     ],
