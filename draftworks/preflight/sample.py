@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
@@ -74,13 +75,15 @@ def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findin
         if not sample.skipped:
             findings.error(f"{where}: its files hold no row")
     elif not sample.items:
-        findings.error(f"{where}: none of its first {sample.rows} rows can be used: {shorten(sample.reasons[0], 120)}")
+        findings.error(
+            f"{where}: none of its first {sample.rows} rows can be used: {_shorten_reason(sample.reasons[0], 110)}"
+        )
     elif len(sample.reasons) > target.data.max_rejected_share * sample.rows:
         report = findings.error if sample.whole else findings.warning
         rows = f"its {sample.rows}" if sample.whole else f"its first {sample.rows}"
         report(
             f"{where}: {len(sample.reasons)} of {rows} rows cannot be used (allowed: "
-            f"{target.data.max_rejected_share:.0%}, data.max_rejected_share): {shorten(sample.reasons[0], 80)}"
+            f"{target.data.max_rejected_share:.0%}, data.max_rejected_share): {_shorten_reason(sample.reasons[0], 80)}"
         )
         _check_ids(where, 0 if sample.whole else sample.outside, sample.rows, target, findings)
     if sample.unread:
@@ -95,6 +98,12 @@ def _check_ids(where: str, outside: int, rows: int, target: TargetSpec, findings
             f"{where}: {outside} of its first {rows} rows have token ids beyond the model's vocabulary: they are of another "
             f"model's tokenizer, and the run stops if more than {target.data.max_rejected_share:.0%} are"
         )
+
+
+def _shorten_reason(reason: str, most: int) -> str:
+    """Return why a row cannot be used, of the file its name alone."""
+    place, colon, said = reason.partition(": ")
+    return shorten(f"{Path(place).name}{colon}{said}", most)
 
 
 def _check_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findings: Findings) -> None:

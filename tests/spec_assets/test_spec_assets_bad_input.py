@@ -74,8 +74,8 @@ def test_a_tokenizer_without_a_chat_template(site, tiny_folder, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "chats.jsonl: there is no row"),
-        ('{"messages": [{"role": "system", "content": "hi"}]}\n' * 3, "no user turn to answer, and no"),
+        ("", "there is no row"),
+        ('{"messages": [{"role": "system", "content": "hi"}]}\n' * 3, "no assistant turn"),
         ("not json\n", "chats.jsonl"),
     ],
 )

@@ -87,7 +87,10 @@ def test_an_unknown_format_is_refused_before_anything_runs(finished, tmp_path):
     result = site.run("train_eagle3")
     assert not result.success
     failed = result.failure_data_for_node("recipe").user_failure_data.description
-    assert "small.yaml: strategy eagle3 has no export format 'sglang_eagle': did you mean sglang_eagle3" in failed
+    assert (
+        "small.yaml: strategies: strategy eagle3 has no export format 'sglang_eagle': did you mean sglang_eagle3"
+        in failed
+    )
 
 
 def test_an_export_without_a_report_of_its_draft_has_no_card(finished, tmp_path):
