@@ -214,9 +214,7 @@ def _check_export(
     useless = settings.formats is None and bool(refused) and len(refused) == len(strategy.exports)
     if refused and (useless or settings.formats is not None):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise ConfigError(
-            f"{where}: it cannot be written as {reasons}. Train without this option, or set other formats, [] for none"
-        )
+        raise ConfigError(f"{where}: it cannot be written as {reasons}. Train without it, or set other formats")
 
 
 def check_start_from(

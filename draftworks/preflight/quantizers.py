@@ -89,7 +89,7 @@ def _find_obstacle(method: str, files: TargetFiles) -> _Obstacle | None:
     missing = [name for name in _MODULES.get(method, ()) if find_spec(name) is None]
     if missing:
         packages = " ".join(_PACKAGES.get(name, name.replace("_", "-")) for name in missing)
-        return _Obstacle(f"{given}, which needs {' and '.join(missing)}", f"pip install {packages}")
+        return _Obstacle(f"{given}, which needs {', '.join(missing)}", f"pip install {packages}")
     told = _ask_transformers(files)
     return None if told is None else _Obstacle(f"{given}; transformers {read_version('transformers')} {told}")
 

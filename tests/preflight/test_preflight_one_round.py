@@ -46,7 +46,7 @@ MISTAKES: dict[str, tuple[Mapping[str, Any], str]] = {
         "global_batch_size 7 is not a multiple",
     ),
     "a launcher's key": ({"launcher": {"thread": 2}}, "launcher: unknown key thread"),
-    "an eval set that is absent": ({"evals": ["nosuch"]}, "nosuch.yaml: no such file"),
+    "an eval set that is absent": ({"evals": ["nosuch"]}, "nosuch.yaml"),
     "layers that the model lacks": (
         {"strategies": {"domino": {"options": {"layer_ids": [1, 99], "mask_token_id": 3}}}},
         "[99] outside",

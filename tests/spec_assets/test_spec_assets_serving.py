@@ -96,7 +96,6 @@ def test_a_format_that_is_not_exported_for_the_server_is_refused_first(finished,
     result = site.run("serve")
     failure = result.failure_data_for_node("target_model").user_failure_data.description
     assert "no export for SGLang in speculators_eagle3; did you mean sglang_eagle3?" in failure
-    assert "found speculators_eagle3" in failure
 
 
 def test_a_walk_over_other_answers_than_there_are_now_is_not_compared_with(finished, tmp_path):
