@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
 Item = TypeVar("Item", str, float)
@@ -35,6 +36,17 @@ class Spec(BaseModel):
     """Base of all models read from YAML: frozen, no unknown keys, finite numbers only (digests use JSON, which has no others)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_switches_as_numbers(cls, values: Any) -> Any:
+        """Raise ValueError for true or false where a number belongs, which Python would take for 1 or 0."""
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            field = cls.model_fields.get(name) if isinstance(value, bool) else None
+            types = set() if field is None else {field.annotation, *get_args(field.annotation)}
+            if types & {int, float} and bool not in types:
+                raise ValueError(f"{name}: expected a number, found {str(value).lower()}")
+        return values
 
 
 SpecType = TypeVar("SpecType", bound=Spec)

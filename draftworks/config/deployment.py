@@ -10,9 +10,10 @@ from pydantic import Field, field_validator
 from draftworks.config.base import Spec
 from draftworks.config.budget import BudgetSpec
 from draftworks.config.features import FeaturesSpec
-from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
+from draftworks.config.launchers import KINDS, AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
 from draftworks.config.notifications import NotificationSpec, require_distinct
 from draftworks.config.object_storage import ObjectStorageSpec, PublishSpec
+from draftworks.config.plain_errors import show
 from draftworks.config.prices import PricesSpec
 from draftworks.config.retention import RetentionSpec
 from draftworks.config.sglang import SGLangSpec
@@ -69,7 +70,8 @@ class DeploymentSpec(Spec):
         if isinstance(value, LauncherSpec):
             return value
         if not isinstance(value, Mapping):
-            raise ValueError("expected a mapping of settings")
+            hint = f"; did you mean {{kind: {value}}}?" if isinstance(value, str) and value in KINDS else ""
+            raise ValueError(f"expected keys with values, found {show(value, 40)}{hint}")
         try:
             return parse_launcher(value, "launcher")
         except ConfigError as error:

@@ -127,7 +127,7 @@ class PlainErrors:
         """Return what to write instead, where the kind of what was found shows it."""
         given, kind = problem["input"], problem["type"]
         if kind == "list_type":
-            return "write - before its first key" if isinstance(given, Mapping) else f"write [{show(given, 40)}]"
+            return "write - before its first key" if isinstance(given, Mapping) else f"write [{_show_item(given)}]"
         if kind in ("string_type", "literal_error") and isinstance(given, bool):
             return "YAML reads yes, no, on, off as true, false: write it in quotes"
         if kind == "string_type" and isinstance(given, int | float):
@@ -144,6 +144,13 @@ class PlainErrors:
         close = find_close(given, fields) if isinstance(given, str) else []
         if close:
             return f"did you mean {{{close[0]}: ...}}?"
+        kinds = [
+            name for name, field in fields.items() if isinstance(given, str) and given in get_args(field.annotation)
+        ]
+        if kinds:
+            return f"did you mean {{{kinds[0]}: {given}}}?"
+        if isinstance(given, list) and given and all(isinstance(each, str) for each in given):
+            return f"write {given[0]}: {{}}, a line for each"
         needed = [name for name, field in fields.items() if field.is_required()]
         if needed:
             return f"it needs {list_names(needed)}"
@@ -169,6 +176,12 @@ def _list_allowed(problem: Mapping[str, Any]) -> list[str]:
     if problem["type"] not in ("literal_error", "enum"):
         return []
     return re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))
+
+
+def _show_item(value: Any) -> str:
+    """Return a value as an item of a list; several numbers in one text as these."""
+    numbers = isinstance(value, str) and re.fullmatch(r"\s*-?[\d.]+(\s*,\s*-?[\d.]+)*\s*", value)
+    return ", ".join(part.strip() for part in value.split(",")) if numbers else show(value, 40)
 
 
 def show(value: Any, width: int = 80) -> str:

@@ -149,7 +149,10 @@ def _check_data(
             wanted[registry.load_dataset(name).name] = f"{where}: data set {name}"
     for name in filter([*evals, HELDOUT].__contains__, target.evals):
         with findings.collect_errors():
-            dataset = registry.load_dataset(registry.load_eval_set(name).dataset).name
+            dataset = registry.load_eval_set(name).dataset
+            if dataset not in datasets:
+                continue  # reported with the names
+            dataset = registry.load_dataset(dataset).name
             wanted.setdefault(dataset, f"{where}: eval set {name}: data set {dataset}")
     check_served_data(target, registry, findings)
     for name, where_used in wanted.items():

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,11 +134,24 @@ class Registry:
         named = [("dataset", target.dataset, datasets), *(("mix.datasets", name, datasets) for name in mixed)]
         named += [("evals", name, evals) for name in target.evals if name != HELDOUT]
         path = self.root / "targets" / f"{target.name}.yaml"
-        return [
+        found = [
             f"{path}: {key}: no file {'evals' if key == 'evals' else 'datasets'}/{name}.yaml; {suggest_or_list(name, known)}"
             for key, name, known in named
             if name not in known
         ]
+        return found + self._find_unknown_eval_data(name for name in target.evals if name in evals)
+
+    def _find_unknown_eval_data(self, evals: Iterable[str]) -> list[str]:
+        """Return a line for each eval set whose data set has no file."""
+        found, datasets = [], self.list_datasets()
+        for name in evals:
+            with suppress(ConfigError):  # of the eval set itself, which whoever loads it says
+                dataset = self.load_eval_set(name).dataset
+                if dataset not in datasets:
+                    path = self.root / "evals" / f"{name}.yaml"
+                    hint = suggest_or_list(dataset, datasets)
+                    found.append(f"{path}: dataset: no file datasets/{dataset}.yaml; {hint}")
+        return found
 
     def list_eval_sets(self) -> list[str]:
         """Return the names of all eval sets, sorted; `heldout` is built in and not among them."""
@@ -173,6 +187,7 @@ class Registry:
         """Return a line for each problem in data sets, eval sets, deployment and unread files."""
         found = self.find_unread_files()
         found += self._collect_errors("datasets", self.load_dataset) + self._collect_errors("evals", self.load_eval_set)
+        found += self._find_unknown_eval_data(self.list_eval_sets())
         try:
             return found + self._find_unknown_targets(self.load_deployment())
         except ConfigError as error:

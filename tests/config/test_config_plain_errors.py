@@ -144,11 +144,31 @@ def test_a_key_with_two_letters_swapped_is_suggested(model: type[BaseModel]):
             {"decision": {"act": True}, "service": {}},
             "decision.act: expected one of none, tune, retrain, found true; YAML reads",
         ),
+        (
+            {"strategies": ["eagle3"]},
+            'strategies: expected keys with values, found ["eagle3"]; write eagle3: {}, a line for each',
+        ),
+        (
+            {"evaluation": {"loop": {"temperatures": "0.0, 1.0"}}},
+            "evaluation.loop.temperatures: expected a list, found '0.0, 1.0'; write [0.0, 1.0]",
+        ),
+        (
+            {"strategies": {"eagle3": {"training": {"epochs": True}}}},
+            "strategies.eagle3.training: epochs: expected a number, found true",
+        ),
         ({"max_length": 1}, "max_length: expected more than 2, found 1"),
     ],
 )
 def test_what_is_said(values: dict[str, Any], said: str):
     assert any(line.startswith(f"{PLACE}: {said}") for line in describe(TargetSpec, {**FILES[TargetSpec], **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "hint"), [({"features": "local"}, "{kind: local}"), ({"launcher": "slurm"}, "{kind: slurm}")]
+)
+def test_a_kind_in_place_of_its_section_is_understood(values: dict[str, Any], hint: str):
+    [line] = describe(DeploymentSpec, values)
+    assert line.endswith(f"did you mean {hint}?")
 
 
 def test_a_secret_in_place_of_a_variable_is_not_shown():
