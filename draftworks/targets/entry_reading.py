@@ -73,7 +73,7 @@ def _read_strategy(path: Path, name: str, entry: StrategyEntry) -> Parsed[Strate
     try:
         strategy = resolve_strategy(name)
     except ConfigError as error:
-        return Parsed(None, (f"{path}: {error}",))
+        return Parsed(None, (f"{path}: strategies: {error}",))
     where = f"{path}: strategies.{name}"
     problems: list[str] = []
     changes: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def _read_strategy(path: Path, name: str, entry: StrategyEntry) -> Parsed[Strate
         try:
             formats.append(strategy.export(each).name)
         except ConfigError as error:
-            problems.append(f"{path}: {error}")
+            problems.append(f"{path}: strategies: {error}")
     if entry.export.formats is not None and formats != entry.export.formats:
         changes["export"] = ExportSettings(formats=formats or None, dtype=entry.export.dtype)
     return Parsed(entry.model_copy(update=changes) if changes else entry, tuple(problems))

@@ -124,7 +124,7 @@ def test_a_format_that_cannot_hold_the_draft_is_refused_only_where_it_is_wanted(
     tmp_path, tiny_target, formats, refused
 ):
     wanted = target(options={**OPTIONS, "feedback": "post_norm"}, export={"formats": formats})
-    with pytest.raises(ConfigError, match="could not be written as sglang_eagle3") if refused else nullcontext():
+    with pytest.raises(ConfigError, match="cannot be written as sglang_eagle3") if refused else nullcontext():
         check_requirements(wanted, tiny_target, Registry(tmp_path))
 
 

@@ -33,12 +33,12 @@ def test_evaluating_a_strategy_without_a_draft_yields_no_report_and_says_why(fin
 
 def test_the_pages_of_report_and_draft_begin_with_the_walk_and_say_no_figure_twice(finished_site, tmp_path):
     artifacts = Workspace(registry_root=str(finished_site.copy(tmp_path).registry)).artifacts
-    report = describe_report(artifacts.load_current("eagle3_report", "small"))
+    report = describe_report(artifacts.load_current("eagle3_report", "small"), "eagle3")
     draft = describe_draft(artifacts.load_current("eagle3_draft", "small"))
-    assert next(iter(report)) == "walk_acc_len"
-    assert "simulated_acc_len_trained" not in report
-    assert {"simulated_acc_len_untrained", "report", "acceptance", "model_card"} <= report.keys()
-    assert list(draft)[0].endswith("_acc_len")
+    assert next(iter(report)) == "walk_acceptance_length"
+    assert "simulated_acceptance_length_trained" not in report
+    assert {"simulated_acceptance_length_untrained", "report", "acceptance", "model_card"} <= report.keys()
+    assert list(draft)[0].endswith("_acceptance_length")
     assert list(draft).index("curves") < list(draft).index("steps")
 
 
