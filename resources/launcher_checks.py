@@ -17,7 +17,7 @@ from pathlib import Path
 from draftworks.config.launchers import LOCAL, LauncherSpec
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import DraftworksError
-from draftworks.storage.suggestions import list_names
+from draftworks.storage.suggestions import list_fitting
 from draftworks.targets.registry import Registry
 from resources.launchers import make_scheduler
 from resources.scheduler import NAME_PREFIX, JobRequest
@@ -59,7 +59,7 @@ def find_launcher_problems(
         problem = problem or _find_idle_nodes(program, spec, target)
         if problem is not None and program not in found.setdefault(problem, []):
             found[problem].append(program)
-    return [f"target {target.name}: jobs of {list_names(who, 30)}: {problem}" for problem, who in found.items()]
+    return [f"target {target.name}: jobs of {list_fitting(who, 30)}: {problem}" for problem, who in found.items()]
 
 
 _STARTED_BY = {"plan": "capture", "produce": "train", "memory": "train", "export": "evaluate"}

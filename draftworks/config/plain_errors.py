@@ -10,8 +10,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from draftworks.storage.suggestions import OTHER_WORDS, find_close, list_names, rate, suggest, suggest_or_list
-from draftworks.storage.words import list_names as count_names
+from draftworks.storage.suggestions import OTHER_WORDS, find_close, list_fitting, rate, suggest, suggest_or_list
+from draftworks.storage.words import list_names
 
 CREDENTIALS = re.compile(r"//[^/\s]*@")
 """Credentials in a URL; error messages mask them."""
@@ -95,7 +95,7 @@ class PlainErrors:
         *path, key = problem["loc"]
         fields = [one.model_fields[key] for one in _find_models_at(self.model, tuple(path)) if key in one.model_fields]
         examples = [str(each) for field in fields for each in field.examples or ()]
-        return f"expected text like {list_names(examples or [problem['ctx']['pattern']])}"
+        return f"expected text like {list_fitting(examples or [problem['ctx']['pattern']])}"
 
     def _say(self, problem: str, hint: str = "") -> str:
         return f"{self.where}: {problem}" + (f"; {hint}" if hint else "")
@@ -153,19 +153,19 @@ class PlainErrors:
             return f"write {given[0]}: {{}}, a line for each"
         needed = [name for name, field in fields.items() if field.is_required()]
         if needed:
-            return f"it needs {list_names(needed)}"
+            return f"it needs {list_fitting(needed)}"
         return "write {} for its defaults, or leave the key out"
 
 
 def _name_places(places: list[str]) -> str:
     """Return the sections, those with the shortest paths first; of many, how many more there are."""
-    return count_names(sorted(dict.fromkeys(places), key=len), _MOST_PLACES, between=" or ")
+    return list_names(sorted(dict.fromkeys(places), key=len), _MOST_PLACES, between=" or ")
 
 
 def _say_expected(problem: Mapping[str, Any], allowed: list[str]) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
     if allowed:
-        return f"expected {'' if len(allowed) == 1 else 'one of '}{list_names(allowed)}"
+        return f"expected {'' if len(allowed) == 1 else 'one of '}{list_fitting(allowed)}"
     if kind in _EXPECTED:
         return _EXPECTED[kind].format(**context)
     message = str(problem["msg"]).removeprefix("Value error, ")

@@ -26,6 +26,7 @@ from yaml.events import (
 )
 
 from draftworks.errors import ConfigError
+from draftworks.storage.words import shorten
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
@@ -33,6 +34,8 @@ MAX_NODES = 20_000
 """Largest number of keys, values and containers in a file; the nodes of an alias count at each use."""
 MAX_INTEGER = 2**63 - 1
 _MERGE = "<<"
+_MOST = 160
+"""Characters of what a message quotes."""
 _CORE = "tag:yaml.org,2002:"
 _TAGS = {None, "!", *(_CORE + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map"))}
 _TAG_DIRECTIVE = re.compile(r"^%TAG\b", re.MULTILINE)
@@ -83,7 +86,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {_shorten_error(error)}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:  # a tag does not fit its text
-        raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}: {_shorten(error)}") from None
+        raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}: {shorten(str(error), _MOST)}") from None
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -145,7 +148,9 @@ class _EventCounter:
 
     def take(self, event: Event) -> None:
         if (tag := getattr(event, "tag", None)) not in _TAGS:
-            raise _Refused(f"the tag {_shorten(tag)} is not supported: write the value without it", _line_of(event))
+            raise _Refused(
+                f"the tag {shorten(str(tag), _MOST)} is not supported: write the value without it", _line_of(event)
+            )
         if isinstance(event, MappingStartEvent | SequenceStartEvent):
             self._begin(event)
         elif isinstance(event, ScalarEvent):
@@ -191,7 +196,8 @@ class _EventCounter:
                 first = lines[event.value] + 1
                 advice = "list what to merge: <<: [*a, *b]" if event.value == _MERGE else "leave one of them out"
                 raise _Refused(
-                    f"the key {_shorten(event.value)} is given twice, first in line {first}: {advice}", _line_of(event)
+                    f"the key {shorten(str(event.value), _MOST)} is given twice, first in line {first}: {advice}",
+                    _line_of(event),
                 )
             lines[event.value] = _line_of(event)
         self._switch_key_value()
@@ -221,9 +227,4 @@ def _shorten_error(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     message = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
     where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-    return where + _shorten(message)
-
-
-def _shorten(message: object) -> str:
-    text = " ".join(str(message).split())
-    return text if len(text) <= 160 else text[:157] + "..."
+    return where + shorten(str(message), _MOST)

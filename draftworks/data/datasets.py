@@ -17,7 +17,7 @@ from draftworks.data.sources import find_dataset_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.storage.atomic import publish_file
-from draftworks.storage.suggestions import list_names
+from draftworks.storage.suggestions import list_fitting
 
 SHOWN_REJECTIONS = 3
 Kind = Literal["conversations", "tokens"]
@@ -79,7 +79,7 @@ def detect_kind(dataset: DatasetSpec, root: Path) -> Kind:
             except RowError as error:
                 reasons[str(error)] += 1
     raise DataError(
-        f"data set {dataset.name}: {list_names(dataset.files, 60)}: "
+        f"data set {dataset.name}: {list_fitting(dataset.files, 60)}: "
         + (f"no row can be read. {describe_commonest(reasons)}" if reasons else "there is no row")
     )
 

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import REASONING_KEYS, Conversation, Turn
 from draftworks.data.spans import (
-    Span,
     fill_empty_thought,
     find_end_of_thought,
     find_last_words,
@@ -28,7 +25,7 @@ from draftworks.data.spans import (
     measure_common_prefix,
     take_thought,
 )
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.token_rows import AnsweredSample, TokenRow, build_answered_rows
 from draftworks.errors import DataError
 
 NO_ANSWER = "it has no answer for responses.mode passthrough: set responses.mode to regenerate"
@@ -49,19 +46,6 @@ class PrintedAnswer:
     said: str
 
 
-@dataclass
-class _Sample:
-    ids: list[int]
-    spans: list[Span]
-
-    def to_row(self, sample_id: str, conversation: Conversation) -> TokenRow:
-        end = self.spans[-1].end
-        mask = np.zeros(end, dtype=np.bool_)  # (S,)
-        for span in self.spans:
-            mask[span.start : span.end] = True
-        return TokenRow(sample_id, np.array(self.ids[:end], dtype=np.int32), mask, conversation.columns)
-
-
 def encode_own_answers(chat: ChatTokenizer, conversation: Conversation, only_last_turn: bool = False) -> list[TokenRow]:
     """Return the samples of a conversation. An answer joins the sample whose ids its prompt begins with.
 
@@ -76,14 +60,13 @@ def encode_own_answers(chat: ChatTokenizer, conversation: Conversation, only_las
     turns = conversation.turns[:-1] if conversation.awaits_answer else conversation.turns
     answered = _list_answered(turns)
     chosen = [number for number in answered if turns[number].trained][-1:] if only_last_turn else answered
-    samples: list[_Sample] = []
+    samples: list[AnsweredSample] = []
     for number in chosen:
         _add_answer(samples, chat, turns[: number + 1])
-    learnt = [sample for sample in samples if sample.spans]
-    if not learnt:
+    rows = build_answered_rows(samples, conversation)
+    if not rows:
         raise DataError("no supervised token: the chat template marks none of its answers as generated")
-    ids = [*(f"{conversation.id}.{number}" for number in range(1, len(learnt))), conversation.id]
-    return [sample.to_row(sample_id, conversation) for sample_id, sample in zip(ids, learnt, strict=True)]
+    return rows
 
 
 def _list_answered(turns: Sequence[Turn]) -> list[int]:
@@ -99,17 +82,17 @@ def _list_answered(turns: Sequence[Turn]) -> list[int]:
     return found
 
 
-def _add_answer(samples: list[_Sample], chat: ChatTokenizer, turns: Sequence[Turn]) -> None:
+def _add_answer(samples: list[AnsweredSample], chat: ChatTokenizer, turns: Sequence[Turn]) -> None:
     """Add the last turn; it is learnt unless its data says otherwise, or the template marks other turns only."""
     printed = print_answer(chat, turns)
     prompt = chat.encode_text(printed.prompt)
     if not samples or prompt[: len(samples[-1].ids)] != samples[-1].ids:
-        samples.append(_Sample([], []))
+        samples.append(AnsweredSample([], []))
     before = [*prompt, *_encode_following(chat, prompt, printed.prompt, printed.context)]
     said = _encode_following(chat, before, printed.prompt + printed.context, printed.said)
     samples[-1].ids = [*before, *said]
     if said and turns[-1].trained and chat.marks_last(turns):
-        samples[-1].spans.append(Span(len(before), len(samples[-1].ids)))
+        samples[-1].spans.append((len(before), len(samples[-1].ids)))
 
 
 def _encode_following(chat: ChatTokenizer, ids: list[int], text: str, following: str) -> list[int]:
@@ -129,13 +112,13 @@ def print_answer(chat: ChatTokenizer, turns: Sequence[Turn]) -> PrintedAnswer:
     """
     turn, history, whole = turns[-1], chat.render(turns[:-1]), chat.render(turns)
     prompt, after = chat.render(turns[:-1], add_generation_prompt=True), chat.render_after_answer(turns)
-    opened, printed = _part_at_answer(prompt, history, whole.removesuffix(after))
+    header = prompt[len(history) :] if prompt.startswith(history) else ""
+    opened, printed = _part_at_answer(prompt, header, whole.removesuffix(after))
     if find_last_words(printed, turn.content[find_end_of_thought(turn.content) :]) is None:
         raise DataError(
             f"the chat template changes the assistant's words (beyond white space): of {turn.content[:40]!r} it prints "
             f"{printed[-60:]!r}. Use another template (chat_template)"
         )
-    header = prompt[len(history) :] if prompt.startswith(history) else ""
     begun = find_open_thought(header or opened)
     if begun is None:
         _require_room_for_thoughts(turn, header or opened, opened)
@@ -158,16 +141,15 @@ class _Parted(NamedTuple):
     printed: str
 
 
-def _part_at_answer(prompt: str, history: str, whole: str) -> _Parted:
+def _part_at_answer(prompt: str, header: str, whole: str) -> _Parted:
     """Part the rendering of an answer where it leaves the prompt's.
 
     Args:
-        history: the prompt without the header that opens the answer. Where the answer's turn changes how earlier ones are
-            printed, the header is looked for.
+        header: the end of the prompt that opens the answer; empty if it is not known. Where the answer's turn changes how
+            earlier ones are printed, it is looked for.
     """
     common = measure_common_prefix(prompt, whole)
-    header = prompt[len(history) :] if prompt.startswith(history) else ""
-    if common >= len(history) or not header:
+    if common >= len(prompt) - len(header) or not header:
         return _Parted(prompt[common:], whole[common:])
     for length in range(len(header), 0, -1):
         place = whole.rfind(header[:length])
@@ -188,14 +170,14 @@ def _continue_prompt(turn: Turn, prompt: str, printed: str) -> _Answer:
     if turn.reasoning:
         if holds_words(printed[:start], turn.reasoning):
             return _Answer("", printed)
-        filled = fill_empty_thought(printed[:start], turn.reasoning)
+        filled = fill_empty_thought(printed, turn.reasoning)
         if filled is None:
             raise DataError(
                 f"the chat template does not print the thoughts that the data keeps apart ({', '.join(REASONING_KEYS)}), "
                 f"{turn.reasoning[:40]!r}: put them into the content, as the target writes them, or use another template "
                 "(chat_template)"
             )
-        return _Answer("", filled + printed[len(printed[:start]) :])
+        return _Answer("", filled)
     begin = find_leading_thought(turn.content)
     if start is None and begin is not None and prompt.rstrip().endswith(begin[0]):
         start = find_last_words(printed, turn.content[begin.end() :])

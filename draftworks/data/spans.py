@@ -11,7 +11,7 @@ from draftworks.errors import DataError
 
 
 class Span(NamedTuple):
-    """Characters start..end-1 of a text, or tokens of a sample."""
+    """Characters start..end-1 of a text."""
 
     start: int
     end: int

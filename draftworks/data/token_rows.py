@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from draftworks.data.conversations import Scalar
+from draftworks.data.conversations import Conversation, Scalar
 from draftworks.errors import DataError
 
 
@@ -43,6 +43,30 @@ class TokenRow:
     @property
     def supervised(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass
+class AnsweredSample:
+    """Token ids with the spans of answers, [start, end), that are learnt."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+def build_answered_rows(samples: Iterable[AnsweredSample], conversation: Conversation) -> list[TokenRow]:
+    """Return the rows of a conversation's samples, each to its last learnt answer; a sample that has none is left out.
+
+    The last row has the id of the conversation; earlier ones have that id with a number appended.
+    """
+    learnt = [sample for sample in samples if sample.spans]
+    names = [*(f"{conversation.id}.{number}" for number in range(1, len(learnt))), conversation.id]
+    rows = []
+    for name, sample in zip(names, learnt):
+        mask = np.zeros(sample.spans[-1][1], dtype=np.bool_)  # (S,)
+        for start, end in sample.spans:
+            mask[start:end] = True
+        rows.append(TokenRow(name, np.array(sample.ids[: len(mask)], dtype=np.int32), mask, conversation.columns))
+    return rows
 
 
 class CutRow(NamedTuple):

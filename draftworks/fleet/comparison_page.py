@@ -20,7 +20,7 @@ from draftworks.fleet.recipe_differences import Difference
 _MAX_CELL_LENGTH = 60
 _NOTE = (
     f"A and B are the {NAME} of the walk (rung 3), which counts the target's own token; differences are A minus B, with 95% "
-    "intervals by bootstrap over prompts. Paired: on prompts with the same tokens in both reports."
+    "intervals over prompts. Paired: on prompts with the same tokens in both reports."
 )
 _SLICES_NOTE = "Of many slices, about one in twenty has an interval without 0 by chance alone."
 _STYLE = (

@@ -31,7 +31,7 @@ NUMBERS = ("value", "low", "high", "confidence", "age_s", "best")
 TIMES = ("measured", "best_measured")
 CAPTION = (
     f"{NOTE} The metric names the rung of the acceptance ladder, and values of "
-    "different metrics do not compare. Intervals are by bootstrap over prompts. The best is of the same metric, over all "
+    "different metrics do not compare. Intervals are over prompts. The best is of the same metric, over all "
     "reports ever published; its eval data may have been others. Stale numbers are measured again by the job `evaluate`; a "
     "stale draft was trained for something else than is there now, and stays so until it is trained again."
 )

@@ -23,7 +23,7 @@ from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.sampled import describe_contexts, describe_rates
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
-from draftworks.evaluation.strategy_metrics import describe_strategy_metrics, select_strategy_metrics
+from draftworks.evaluation.strategy_metrics import describe_strategy_metrics
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.records import DraftIdentity
 
@@ -138,9 +138,7 @@ def _training(subject: CardSubject) -> str:
             f"held-out {name}": _numbers(value) for name, value in describe_strategy_metrics(summary["heldout"]).items()
         },
     }
-    rates = describe_rates(
-        subject.strategy, {f"eval/{name}": 1 for name in select_strategy_metrics(summary["heldout"])}
-    )
+    rates = describe_rates(subject.strategy, summary["heldout"])
     settings = {name: value for name, value in subject.made_from.training.items() if value is not None}
     return _section("Training", _pairs(rows), *([f"Held-out {rates}."] if rates else []), _pairs(settings, "setting"))
 
@@ -274,9 +272,7 @@ def _value(score: RungScore) -> str:
 
 def _confidence(report: ReportSummary) -> str:
     levels = {score.confidence for score in report.scores if score.confidence is not None}
-    return (
-        f"{max(levels):.0%} intervals by bootstrap over prompts" if levels else "no intervals: no passes were counted"
-    )
+    return f"{max(levels):.0%} intervals over prompts" if levels else "no intervals: no passes were counted"
 
 
 def _prompts(report: ReportSummary) -> str:

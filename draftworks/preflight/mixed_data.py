@@ -10,7 +10,7 @@ from draftworks.data.slice_columns import LANGUAGE, PROMPT_LENGTH, PROMPT_LENGTH
 from draftworks.data.sources import SERVED
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.sample_rows import Sample, find_absent_values
-from draftworks.storage.suggestions import list_names, suggest
+from draftworks.storage.suggestions import list_fitting, suggest
 from draftworks.targets.registry import Registry
 
 
@@ -51,9 +51,9 @@ def _report_absent(
     report: Callable[[str], None], column: str, absent: set[str], target: TargetSpec, known: Collection[str]
 ) -> None:
     first = min(absent)
-    hint = f"; {suggest(first, sorted(known)) or f'there are {list_names(sorted(known))}.'}" if known else "."
+    hint = f"; {suggest(first, sorted(known)) or f'there are {list_fitting(sorted(known))}.'}" if known else "."
     report(
-        f"target {target.name}: mix.shares: {column}: no conversation has {list_names(sorted(absent), 40)}{hint} Set the share to "
+        f"target {target.name}: mix.shares: {column}: no conversation has {list_fitting(sorted(absent), 40)}{hint} Set the share to "
         "0, or give data with it"
     )
 

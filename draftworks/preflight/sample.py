@@ -18,7 +18,7 @@ from draftworks.preflight.sample_tokens import DataUse, list_uses, tokenize_samp
 from draftworks.preflight.shared_prompts import check_prompts
 from draftworks.preflight.slice_columns import check_slices
 from draftworks.preflight.stream_bytes import check_stream_bytes
-from draftworks.storage.suggestions import list_names
+from draftworks.storage.suggestions import list_fitting
 from draftworks.storage.words import format_count, shorten
 from draftworks.targets.registry import Registry
 
@@ -68,7 +68,7 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
 def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findings) -> None:
     if sample.skipped:
         findings.warning(
-            f"{where}: {list_names(path.name for path in sample.skipped)}: not looked at, as a JSON list of more than "
+            f"{where}: {list_fitting(path.name for path in sample.skipped)}: not looked at, as a JSON list of more than "
             f"{MAX_JSON_LIST_BYTES >> 20} MiB has to be read whole. Convert it to JSONL or Parquet"
         )
     if not sample.rows:

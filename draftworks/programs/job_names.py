@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draftworks.config.strategies import list_strategies
 from draftworks.errors import ConfigError
-from draftworks.storage.suggestions import list_names, suggest_or_list
+from draftworks.storage.suggestions import list_fitting, suggest_or_list
 from draftworks.targets.registry import Registry
 from draftworks.targets.used_strategies import list_used_strategies
 
@@ -30,5 +30,5 @@ def require_job(job: str, target: str | None, registry: Registry) -> None:
         example = names[0] if len(names) == 1 else "NAME"
         raise ConfigError(
             f"{job} works on one target, and none is given: draftworks run {job} --target {example}; there "
-            f"{'is' if len(names) == 1 else 'are'}: {list_names(names)}"
+            f"{'is' if len(names) == 1 else 'are'}: {list_fitting(names)}"
         )

@@ -17,7 +17,7 @@ from draftworks.retention.removable import Item, RemovalPlan, plan_removal
 from draftworks.retention.removal import Removal, remove_items
 from draftworks.retention.survey import Survey, survey
 from draftworks.storage.artifacts import ArtifactStore
-from draftworks.storage.suggestions import list_names
+from draftworks.storage.suggestions import list_fitting
 from draftworks.targets.registry import Registry
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -112,7 +112,7 @@ def name_owner(owner: str, targets: Collection[str]) -> str:
     if not owner:
         return "all"
     shared = [target for target in sorted(targets) if target != owner]
-    return f"{list_names(shared, 40)} (weights {owner[:SHORT_DIGEST]})" if shared else owner
+    return f"{list_fitting(shared, 40)} (weights {owner[:SHORT_DIGEST]})" if shared else owner
 
 
 def build_usage_table(found: Survey) -> TextTable:

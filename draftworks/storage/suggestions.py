@@ -158,10 +158,10 @@ def suggest(found: object, known: Iterable[str]) -> str:
 def suggest_or_list(found: object, known: Iterable[str], room: int = _ROOM) -> str:
     """Return "did you mean X?"; where nothing is close, what there is, in about `room` characters."""
     names = list(known)
-    return suggest(found, names) or f"there {'is' if len(names) == 1 else 'are'}: {list_names(names, room)}"
+    return suggest(found, names) or f"there {'is' if len(names) == 1 else 'are'}: {list_fitting(names, room)}"
 
 
-def list_names(names: Iterable[str], room: int = _ROOM) -> str:
+def list_fitting(names: Iterable[str], room: int = _ROOM) -> str:
     """Return names after each other, as many as fit into `room` characters; says how many it leaves out."""
     left = list(names)
     if not left:

@@ -14,7 +14,7 @@ from draftworks.errors import ConfigError
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import FileDigests, digest
 from draftworks.storage.regular_files import read_json
-from draftworks.storage.suggestions import list_names, suggest
+from draftworks.storage.suggestions import list_fitting, suggest
 from draftworks.targets.registry import Registry
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -174,7 +174,7 @@ def _advise_model(model: str, folder: Path) -> str:
     beside = [each.name for each in folder.parent.iterdir() if each.is_dir()] if folder.parent.is_dir() else []
     hint = suggest(folder.name, beside)
     if hint or beside:
-        return hint or f"in {folder.parent.name} there are: {list_names(sorted(beside))}"
+        return hint or f"in {folder.parent.name} there are: {list_fitting(sorted(beside))}"
     if _HUB_ID.fullmatch(model):
         return "for the Hugging Face id, add `revision`: its commit, 40 hex digits"
     return "give one, relative to the registry, or a Hugging Face id with `revision`, its commit"

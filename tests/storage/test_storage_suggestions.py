@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
-from draftworks.storage.suggestions import OTHER_WORDS, find_close, list_names, suggest, suggest_or_list
+from draftworks.storage.suggestions import OTHER_WORDS, find_close, list_fitting, suggest, suggest_or_list
 
 NAMES = [*TrainingSpec.model_fields, *TargetSpec.model_fields]
 LONG = sorted(name for name in NAMES if len(name) >= 6)
@@ -54,7 +54,7 @@ def test_any_text_gets_a_sentence_about_names_that_exist(found: str, known: list
 
 def test_a_list_that_does_not_fit_says_how_many_it_leaves_out():
     names = [f"name{number}" for number in range(100)]
-    shown = list_names(names, room=40)
+    shown = list_fitting(names, room=40)
     assert shown == "name0, name1, name2, name3, name4, name5 and 94 more"
-    assert list_names([]) == "none"
-    assert list_names(["a" * 60], room=10) == "a" * 60
+    assert list_fitting([]) == "none"
+    assert list_fitting(["a" * 60], room=10) == "a" * 60

@@ -7,13 +7,11 @@ from dataclasses import astuple, dataclass
 from datetime import datetime
 from typing import Any
 
-import numpy as np
-
 from draftworks.capture.engine import Generated
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn, digest_turns
 from draftworks.data.slice_columns import read_asked_thinking
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.token_rows import AnsweredSample, TokenRow, build_answered_rows
 from draftworks.errors import DataError
 from draftworks.storage.identity import digest
 
@@ -136,32 +134,20 @@ class Dialogue:
 def build_token_rows(record: Mapping[str, Any], original: Conversation, only_last_turn: bool = False) -> list[TokenRow]:
     """Return the tokenized samples of a record; the masks are true on the generated tokens (or the last turn's) only.
 
-    The last sample has the id of the conversation; earlier ones have that id with a number appended. With
-    `only_last_turn` there is only the last sample. Answers of turns that the data excludes from training are not learnt, and a
-    sample of such answers alone is left out.
+    With `only_last_turn` there is only the last sample. Answers of turns that the data excludes from training are not learnt.
     """
     trained = iter([question.answer.trained for question in require_questions(original.turns)])
-    samples = [*record.get("earlier", []), {"ids": record["ids"], "generated": record["generated"]}]
-    learnt = [(each["ids"], [span for span in each["generated"] if next(trained)]) for each in samples]
-    learnt = [(ids, spans) for ids, spans in learnt if spans]
+    stored = [*record.get("earlier", []), {"ids": record["ids"], "generated": record["generated"]}]
+    samples = [AnsweredSample(each["ids"], [span for span in each["generated"] if next(trained)]) for each in stored]
     if only_last_turn:
-        learnt = [(ids, spans[-1:]) for ids, spans in learnt[-1:]]
-    names = [*(f"{original.id}.{number}" for number in range(1, len(learnt))), original.id]
-    return [_make_token_row(ids, spans, name, original) for name, (ids, spans) in zip(names, learnt)]
+        learnt = [sample for sample in samples if sample.spans]
+        samples = [AnsweredSample(sample.ids, sample.spans[-1:]) for sample in learnt[-1:]]
+    return build_answered_rows(samples, original)
 
 
 def build_conversation(record: Mapping[str, Any], original: Conversation) -> Conversation:
     """Return the conversation of a record, with the id and columns of the original one."""
     return Conversation(original.id, tuple(Turn(*turn) for turn in record["turns"]), original.columns)
-
-
-def _make_token_row(
-    ids: Sequence[int], spans: Sequence[tuple[int, int]], sample_id: str, original: Conversation
-) -> TokenRow:
-    mask = np.zeros(len(ids), dtype=np.bool_)  # (S,)
-    for start, end in spans:
-        mask[start:end] = True
-    return TokenRow(sample_id, np.array(ids, dtype=np.int32), mask, original.columns)
 
 
 def digest_questions(conversation: Conversation) -> str:

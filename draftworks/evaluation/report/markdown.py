@@ -32,7 +32,7 @@ from draftworks.evaluation.report.slices import POSITION
 from draftworks.evaluation.report.summary import DIFFERENCES, SLICES, TRAINED
 from draftworks.evaluation.report.tables import select_slices_to_show
 
-LENGTHS_NOTE = f"{NOTE} {STORED_NOTE} Intervals are by bootstrap over prompts."
+LENGTHS_NOTE = f"{NOTE} {STORED_NOTE} Intervals are over prompts."
 
 VOCABULARY_NOTE = (
     "The first of these rates and the loss look at those only, so both get better as the vocabulary gets smaller: between "

@@ -34,7 +34,7 @@ class ThinkingComparison:
     """Acceptance of one draft on the same prompts, asked with thinking on and off.
 
     Attributes:
-        paired: on minus off, by a bootstrap over the prompts that have a pass both ways.
+        paired: on minus off, over the prompts that have a pass both ways.
     """
 
     on: AcceptanceSummary
