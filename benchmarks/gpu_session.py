@@ -12,9 +12,10 @@ left out is a row too. What processes print to stderr is in a `.log` file beside
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,23 +26,38 @@ from session_tasks import Part, Session, Settings, Task, keep_open
 SHARES = (1.0, 0.5, 0.7, 0.9)
 """Lengths of the samples relative to the longest, as in gpu.py."""
 STRATEGIES = ("eagle3", "dspark", "dflash", "dflash2", "peagle", "domino", "lilicorr", "xpress")
-PEERS = {
-    "eagle3": ("SpecForge", "speculators"),
-    "dflash": ("SpecForge", "speculators"),
-    "dspark": ("SpecForge", "speculators"),
-    "domino": ("SpecForge",),
-    "peagle": ("SpecForge", "speculators"),
-    "dflash2": ("speculators",),
-    "xpress": ("speculators",),
+PEERS = (
+    ("eagle3", "SpecForge"),
+    ("dflash", "SpecForge"),
+    ("eagle3", "speculators"),
+    ("dflash", "speculators"),
+    ("dspark", "SpecForge"),
+    ("domino", "SpecForge"),
+    ("dspark", "speculators"),
+    ("peagle", "SpecForge"),
+    ("peagle", "speculators"),
+    ("dflash2", "speculators"),
+    ("xpress", "speculators"),
+)
+"""What the peers train of our strategies; the first are those that most train."""
+BUDGETS: dict[str, float] = {
+    "ceilings": 20,
+    "strategies": 150,
+    "peers": 150,
+    "kernels": 60,
+    "tests": 90,
+    "capture": 30,
+    "verify": 40,
 }
-PART_NAMES = ("ceilings", "strategies", "peers", "kernels", "tests", "capture", "verify")
+"""Seconds of each part."""
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Rows are appended to this file.")],
-    parts: Annotated[str, typer.Option(help="Parts in order, with commas.")] = ",".join(PART_NAMES),
+    parts: Annotated[str, typer.Option(help="Parts in order, with commas.")] = ",".join(BUDGETS),
     only: Annotated[str, typer.Option(help="Tasks with one of these words, with commas.")] = "",
     budget: Annotated[float, typer.Option(help="Seconds in all.")] = 480.0,
+    seconds: Annotated[str, typer.Option(help="Of parts instead of theirs: peers=200,tests=60.")] = "",
     resume: Annotated[bool, typer.Option(help="Leave out what this card has rows of.")] = False,
     device: str = "auto",
     size: str = "qwen3-8b",
@@ -61,9 +77,10 @@ def main(
     where = "cpu" if card is None else "cuda"
     longest = length or (48 if size == "tiny" else 2048)
     lengths = tuple(max(8, round(longest * share)) for share in SHARES)
-    rows = RowFile(out, card or "cpu")
+    rows = RowFile(out.resolve(), card or "cpu")
     settings = Settings(where, size, lengths, steps=5, warm_up=2, wheels=wheels)
-    wanted = keep_open(list_parts(parts.split(","), rows, worst, tests), rows, resume, split(only))
+    budgets = BUDGETS | {name: float(given) for name, given in (each.split("=") for each in split(seconds))}
+    wanted = keep_open(list_parts(split(parts), rows, budgets, worst, tests), rows, resume, split(only))
     Session(settings, rows, "spawn" if fresh else preload(settings, wanted)).run(wanted, budget)
 
 
@@ -80,14 +97,17 @@ def find_card() -> str | None:
         return None
 
 
-def list_parts(names: Sequence[str], rows: RowFile, worst: str = "", tests: str = "tests/gpu") -> list[Part]:
+def list_parts(
+    names: Sequence[str], rows: RowFile, budgets: Mapping[str, float], worst: str = "", tests: str = "tests/gpu"
+) -> list[Part]:
     """Return the parts in the order of `names`."""
     kernels = dict.fromkeys(["eagle3", "dflash", *(split(worst) or find_worst(rows))])
     modes = [(name, mode) for mode in ("default", "compiled") for name in STRATEGIES]
     strategies = [
-        Task("strategies", f"{name} {mode}", "session_steps:measure_strategy", 45.0, (name, mode)) for name, mode in modes
+        Task("strategies", f"{name} {mode}", "session_steps:measure_strategy", 45.0, (name, mode))
+        for name, mode in modes
     ]
-    races = [Task("peers", name, "session_peers:race", 75.0, (name, *rivals)) for name, rivals in PEERS.items()]
+    races = [Task("peers", f"{name} {rival}", "session_peers:race", 80.0, (name, rival)) for name, rival in PEERS]
     listed = [Task("kernels", name, "session_steps:list_kernels", 30.0, (name,)) for name in kernels]
     everything = {
         "ceilings": (Task("ceilings", "ceilings", "session_steps:measure_ceilings", 20.0),),
@@ -98,13 +118,14 @@ def list_parts(names: Sequence[str], rows: RowFile, worst: str = "", tests: str 
         "capture": (Task("capture", "capture", "session_targets:measure_capture", 30.0),),
         "verify": (Task("verify", "verify", "session_targets:measure_verify", 40.0),),
     }
-    budgets = dict(zip(PART_NAMES, (20.0, 150.0, 150.0, 60.0, 90.0, 30.0, 40.0), strict=True))
     return [Part(name, budgets[name], everything[name]) for name in names]
 
 
 def find_worst(rows: RowFile) -> list[str]:
     """Return the two strategies with the lowest MFU, by default options, of the rows there are."""
-    mfu = {row["strategy"]: row["mfu"] for row in rows.read("strategies") if row.get("mode") == "default" and row["mfu"]}
+    mfu = {
+        row["strategy"]: row["mfu"] for row in rows.read("strategies") if row.get("mode") == "default" and row["mfu"]
+    }
     return sorted(mfu, key=lambda name: mfu[name])[:2] or ["domino", "xpress"]
 
 
@@ -127,7 +148,21 @@ def preload(settings: Settings, parts: Sequence[Part]) -> str:
             resolve_strategy(name).load_factory()
         if any(task.name != "ceilings" for part in parts for task in part.tasks):
             steps.cpu_target(settings.size)
-    return "spawn" if torch.cuda.is_initialized() else "fork"
+    return "fork" if settings.device == "cpu" or can_fork() else "spawn"
+
+
+def can_fork() -> bool:
+    """Whether a forked process can use the GPU: not if something here has asked the driver already."""
+    process = multiprocessing.get_context("fork").Process(target=use_gpu)
+    process.start()
+    process.join(60)
+    return process.exitcode == 0
+
+
+def use_gpu() -> None:
+    import torch
+
+    torch.zeros(1, device="cuda")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,10 @@ def serve_turns(prepare: Callable[[], Callable[[], Step]], device: str) -> None:
             step = make()
             for _ in range(WARM_UP):
                 step()
+            warm = time.perf_counter()
+            found = _run(step, 1, device)
             _rest(device)
-            _answer({"ready_s": time.perf_counter() - begin})
+            _answer({"start_s": warm - begin, "ms": found["ms"][0], "peak_gb": found["peak_gb"]})
             continue
         assert step is not None
         _answer(_run(step, int(line), device))
@@ -76,16 +78,21 @@ class Side:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._log, self._file = log, log.open("w")
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._file, "text": True}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self._file,
+            "text": True,
+        }
         self._process = subprocess.Popen(command, env=dict(environment), **pipes)
         self.prepared = False
         self.ms: list[float] = []
         self.peak_gb: float | None = None
 
-    def start(self) -> float:
-        """Build and warm up on the device; return the seconds that took."""
+    def start(self) -> dict[str, Any]:
+        """Build and warm up on the device; return the seconds that took, and time and memory of a step then."""
         self.wait()
-        return self._ask("start")["ready_s"]
+        return self._ask("start")
 
     def wait(self) -> None:
         """Wait until it has prepared."""

@@ -59,44 +59,34 @@ def make_request(strategy: str, settings: Settings) -> Request:
 
 
 def race(task: Task, settings: Settings, rows: RowFile, ready: Ready) -> None:
-    """Run our steps and those of each peer in turns; `arguments` is the strategy and the peers' names."""
-    name, *rivals = task.arguments
+    """Run our steps and a peer's in turns; `arguments` is the strategy and the peer's name.
+
+    The peer warms up before ours are on the device: its memory then is a row of its own.
+    """
+    name, rival = task.arguments
     given = json.dumps(asdict(make_request(name, settings)))
-    ours = start_side([sys.executable, __file__, given], {"PYTHONPATH": str(ROOT)}, rows, f"ours-{name}")
-    theirs = {rival: start_peer(rival, given, settings, rows, name) for rival in rivals}
-    started = False
+    theirs = start_peer(rival, given, settings, rows, name)
+    ours = start_side([sys.executable, __file__, given], {"PYTHONPATH": str(ROOT)}, rows, f"ours-{rival}-{name}")
+
+    def tell(key: str, side: str, **figures: Any) -> None:
+        rows.add(task.part, task.name, key=key, strategy=name, rival=rival, side=side, **figures)
+
     try:
+        theirs.wait()
         ours.wait()
         ready()
-        for rival, side in theirs.items():
-            their_s = begin_peer(side, rival, name, rows, task)
-            if their_s is None:
-                continue
-            our_s = 0.0 if started else ours.start()
-            started = True
-            ours.ms = []
-            for turn in range(TURNS):
-                for each in (ours, side) if turn % 2 else (side, ours):
-                    each.run(STEPS)
-            for who, each, seconds in (("ours", ours, our_s), (rival, side, their_s)):
-                middle = statistics.median(each.ms)
-                figures = {"ms": middle, "samples_per_s": len(settings.lengths) / middle * 1e3, "all_ms": each.ms}
-                figures |= {"peak_gb": each.peak_gb, "start_s": seconds}
-                rows.add(task.part, task.name, key=f"{who} beside {rival}", strategy=name, side=who, **figures)
-            side.close()
+        tell("alone", rival, **theirs.start())
+        ours.start()
+        for turn in range(TURNS):
+            for each in (ours, theirs) if turn % 2 else (theirs, ours):
+                each.run(STEPS)
+        for side, each in (("ours", ours), (rival, theirs)):
+            middle = statistics.median(each.ms)
+            samples = len(settings.lengths) / middle * 1e3
+            tell(f"{side} in turns", side, ms=middle, samples_per_s=samples, peak_gb=each.peak_gb, all_ms=each.ms)
     finally:
-        for side in (ours, *theirs.values()):
-            side.close()
-
-
-def begin_peer(side: Side, rival: str, strategy: str, rows: RowFile, task: Task) -> float | None:
-    """Start a peer on the device; None if it can't run, which is a row."""
-    try:
-        return side.start()
-    except (RuntimeError, OSError) as error:
-        side.close()
-        rows.add(task.part, task.name, key=f"{rival}", strategy=strategy, side=rival, problem=str(error))
-        return None
+        for each in (ours, theirs):
+            each.close()
 
 
 def start_peer(rival: str, given: str, settings: Settings, rows: RowFile, strategy: str) -> Side:

@@ -100,8 +100,8 @@ def list_kernels(task: Task, settings: Settings, rows: RowFile, ready: Ready) ->
             core.train_step(batch, CONTEXT)
             synchronize(device)
             wall_ms = (time.perf_counter() - begin) * 1e3
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    found = sum_kernels(profiler.profiler.kineto_results.events(), device)
+    results: Any = profiler.profiler
+    found = sum_kernels(results.kineto_results.events(), device)
     rows.add(task.part, task.name, key="kernels", strategy=name, step_ms=wall_ms, **found)
 
 

@@ -44,7 +44,14 @@ def run_tests(task: Task, settings: Settings, rows: RowFile, ready: Ready) -> No
     before = list(rows.read(task.part))
     known = {row["key"] for row in before if row.get("outcome") in ("passed", "skipped")}
     failed = [row["key"] for row in before if row.get("outcome") == "failed" and row["key"] not in known]
-    arguments = [*dict.fromkeys(failed), *(task.arguments or ("tests/gpu",)), "-o", "timeout=60", "-p", "no:cacheprovider"]
+    arguments = [
+        *dict.fromkeys(failed),
+        *(task.arguments or ("tests/gpu",)),
+        "-o",
+        "timeout=60",
+        "-p",
+        "no:cacheprovider",
+    ]
     arguments += [f"--deselect={name}" for name in sorted(known)]
     if settings.device == "cuda" and importlib.util.find_spec("xdist"):
         arguments += ["-n", str(WORKERS), "--dist", "worksteal"]

@@ -57,10 +57,12 @@ def prepare(request: dict[str, Any]) -> Callable[[], Step]:
         strategy = build_strategy(request, draft.to(request["device"]), dtype, attention)
         optimizer = BF16Optimizer(draft, 1e-5, total_steps=100)
         there = {name: value.to(request["device"]) for name, value in tensors.items()}
-        batch = TrainBatch(["0"], kind, there, {"target_repr": "hidden_state"})
+        parts = [there] if kind != "peagle" else split_samples(there, request["lengths"])
+        batches = [TrainBatch(["0"], kind, part, {"target_repr": "hidden_state"}) for part in parts]
 
         def step() -> None:
-            strategy.forward_loss(batch).loss.backward()
+            for batch in batches:
+                strategy.forward_loss(batch).loss.backward()
             optimizer.step()
 
         return step
@@ -101,18 +103,29 @@ def build_strategy(request: dict[str, Any], draft: Any, dtype: torch.dtype, atte
     elif kind == "peagle":
         keywords = {"num_depths": options["num_depths"], "mask_token_id": MASK_TOKEN}
     else:
-        keywords = {"block_size": options["block_size"], "num_anchors": options["num_anchors"], "mask_token_id": MASK_TOKEN}
+        keywords = {
+            "block_size": options["block_size"],
+            "num_anchors": options["num_anchors"],
+            "mask_token_id": MASK_TOKEN,
+        }
     if kind == "domino":
         keywords["shift_label"] = True
     strategy = make_strategy({"strategy": kind, "model": keywords}, draft, head, embedding)
     if kind not in UNROLLED:
-        for module in strategy.trainable_module().modules():
-            if hasattr(module, "attention_backend"):
-                module.attention_backend = attention
-        for each in vars(strategy).values():
-            if isinstance(each, nn.Module) and hasattr(each, "attention_backend"):
-                each.attention_backend = attention
+        models = [each for each in vars(strategy).values() if hasattr(each, "attention_backend")]
+        assert models, "SpecForge's training model has no attention_backend"
+        for each in models:
+            each.attention_backend = attention
     return strategy
+
+
+def split_samples(tensors: dict[str, Tensor], lengths: list[int]) -> list[dict[str, Tensor]]:
+    """Return each sample as a batch of its own, without padding: SpecForge's P-EAGLE takes one at a time."""
+    found = []
+    for row, length in enumerate(lengths):
+        cut = {name: value[row : row + 1, :length] for name, value in tensors.items() if name != "lengths"}
+        found.append({**cut, "lengths": tensors["lengths"][row : row + 1]})
+    return found
 
 
 def make_batch(request: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -111,7 +111,11 @@ def make_model(model_class: Any, request: dict[str, Any], target: str) -> torch.
     taps = 3 if kind in UNROLLED else options["num_taps"]
     config = make_config(request, options.get("num_layers", 1))
     attention = "simple_flex_attention" if request["device"] == "cuda" else "sdpa"
-    given = {"verifier_name_or_path": target, "target_layer_ids": list(range(1, taps + 1)), "draft_attn_impl": attention}
+    given = {
+        "verifier_name_or_path": target,
+        "target_layer_ids": list(range(1, taps + 1)),
+        "draft_attn_impl": attention,
+    }
     given |= {"mask_token_id": MASK_TOKEN}
     if kind not in UNROLLED:
         sizes = {"draft_vocab_size": request["vocab"], "block_size": options["block_size"]}
