@@ -5,9 +5,12 @@ Imports nothing of this project or of its environment but torch, as processes of
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,21 +73,13 @@ def _answer(found: dict[str, Any]) -> None:
 
 
 class Side:
-    """A process that runs `serve_turns`.
+    """A process that runs `serve_turns`. The end of what it says on stderr is ours, too, when it is closed."""
 
-    Args:
-        log: gets what it says on stderr.
-    """
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self._log, self._file = log, log.open("w")
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": self._file,
-            "text": True,
-        }
-        self._process = subprocess.Popen(command, env=dict(environment), **pipes)
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._name, self._errors = command[1], Path(tempfile.mkstemp(suffix=".err")[1])
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with self._errors.open("w") as file:
+            self._process = subprocess.Popen(command, env=dict(environment), stderr=file, **pipes)
         self.prepared = False
         self.ms: list[float] = []
         self.peak_gb: float | None = None
@@ -108,12 +103,18 @@ class Side:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
-        self._file.close()
+        if self._errors.exists():
+            print(f"{self._name}:\n{self._said()[-4000:]}", file=sys.stderr)
+            self._errors.unlink()
+
+    def _said(self) -> str:
+        return self._errors.read_text(errors="replace")
 
     def _ask(self, line: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # what it said is told below
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
         return self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -123,5 +124,6 @@ class Side:
             if line.startswith("{"):
                 return json.loads(line)
         self._process.wait()
-        said = [line.strip() for line in self._log.read_text().splitlines() if line and not line.startswith(" ")]
-        raise RuntimeError(said[-1][:250] if said else f"exit code {self._process.returncode}")
+        said = [line for line in self._said().splitlines() if line and not line.startswith(" ")]
+        errors = [line for line in said if re.match(r"[\w.]*(Error|Exception)\b", line)] or said
+        raise RuntimeError(errors[-1][:250] if errors else f"exit code {self._process.returncode}")

@@ -65,8 +65,8 @@ def race(task: Task, settings: Settings, rows: RowFile, ready: Ready) -> None:
     """
     name, rival = task.arguments
     given = json.dumps(asdict(make_request(name, settings)))
-    theirs = start_peer(rival, given, settings, rows, name)
-    ours = start_side([sys.executable, __file__, given], {"PYTHONPATH": str(ROOT)}, rows, f"ours-{rival}-{name}")
+    theirs = start_peer(rival, given, settings)
+    ours = start_side([sys.executable, __file__, given], {"PYTHONPATH": str(ROOT)})
 
     def tell(key: str, side: str, **figures: Any) -> None:
         rows.add(task.part, task.name, key=key, strategy=name, rival=rival, side=side, **figures)
@@ -89,22 +89,22 @@ def race(task: Task, settings: Settings, rows: RowFile, ready: Ready) -> None:
             each.close()
 
 
-def start_peer(rival: str, given: str, settings: Settings, rows: RowFile, strategy: str) -> Side:
+def start_peer(rival: str, given: str, settings: Settings) -> Side:
     """Start a peer's process, in its own environment if that is here, else in this Python with the folder of wheels."""
     own = ROOT / ENVIRONMENTS[rival] / "bin" / "python"
     python = str(own) if own.exists() and settings.wheels is None else sys.executable
     more = {} if settings.wheels is None else {"PYTHONPATH": str(settings.wheels)}
     if settings.device == "cpu":
         more["TORCHDYNAMO_DISABLE"] = "1"
-    return start_side([python, str(ROOT / "tools" / SCRIPTS[rival]), given], more, rows, f"{rival}-{strategy}")
+    return start_side([python, str(ROOT / "tools" / SCRIPTS[rival]), given], more)
 
 
-def start_side(command: list[str], more: dict[str, str], rows: RowFile, name: str) -> Side:
+def start_side(command: list[str], more: dict[str, str]) -> Side:
     inherited = dict(os.environ)
     if "PYTHONPATH" in more:
         more = {**more, "PYTHONPATH": os.pathsep.join(filter(None, [more["PYTHONPATH"], inherited.get("PYTHONPATH")]))}
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return Side(command, {**inherited, **settings, **more}, rows.path.with_suffix(f".{name}.err"))
+    return Side(command, {**inherited, **settings, **more})
 
 
 def prepare_ours(request: Request) -> Callable[[], Step]:
