@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from draftworks.evaluation.report.markdown_tables import render_table
+from draftworks.evaluation.report.pages import render_table
 from draftworks.planning.plan_table import format_seconds
 from draftworks.planning.saved_plan import StepActual, compare_plan, load_plan
 from draftworks.planning.subject import PlanSubject

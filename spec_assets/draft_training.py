@@ -14,7 +14,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import CHECKPOINTS_FOLDER, TRACKERS_FOLDER
 from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.errors import DraftworksError
-from draftworks.fleet.draft_staleness import OVERRIDES
+from draftworks.fleet.staleness import OVERRIDES
 from draftworks.storage.artifacts import BuildResult, Claim
 from draftworks.storage.asset_names import of_strategy
 from resources.torch_launcher import JobResult, Outcome, TorchLauncher

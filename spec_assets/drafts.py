@@ -8,8 +8,7 @@ import dagster as dg
 
 from draftworks.config.run_files import CHECKPOINTS_FOLDER
 from draftworks.config.strategies import StrategySpec
-from draftworks.evaluation.report.sampled import describe_rates
-from draftworks.evaluation.strategy_metrics import describe_strategy_metrics, format_rates_by_position
+from draftworks.evaluation.strategy_metrics import describe_rates, describe_strategy_metrics, format_rates_by_position
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import (
     HELDOUT_FEATURES,

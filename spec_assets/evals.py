@@ -12,8 +12,7 @@ import dagster as dg
 from draftworks.config.registry_files import CaptureSpec, TargetSpec
 from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, CaptureRun, FeatureSet, StoreSpec, TargetFiles
 from draftworks.errors import DataError
-from draftworks.evaluation.cache.eval_cache import CacheEntry, EvalCache
-from draftworks.evaluation.cache.eval_config import EvalConfig
+from draftworks.evaluation.eval_cache import CacheEntry, EvalCache, EvalConfig
 from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, of_eval_set

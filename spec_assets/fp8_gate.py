@@ -18,7 +18,6 @@ from spec_assets.common import asset, obtain_result, report_result, require_targ
 from spec_assets.metadata import format_table
 from spec_assets.sample_trainings import READS, SampleTrainings
 
-WAYS = ("plain", "fp8")
 PASSED = "fp8_loss_is_small"
 TOKENS, FEATURES = "tokens", "features"
 
@@ -86,36 +85,22 @@ class Comparison:
     def identity(self) -> dict[str, Any]:
         """What decides the figures. The limit is not in it: the same figures are judged by another one."""
         target = self.trainings.target
-        return {
-            "target": self.trainings.files.digest,
-            "storage": target.capture.storage,
-            "tokens": self.tokens.data_version,
-            "capture": target.capture.as_plain().to_identity(),
-            "samples": target.gates.fp8_samples,
-            "strategies": {name: self.trainings.identify(name) for name in target.strategies},
-            "evaluation": target.evaluation.to_identity(),
-        }
+        chosen = {"storage": target.capture.storage, "samples": target.gates.fp8_samples}
+        return {**self.trainings.identify(self.tokens), **chosen}
 
     def run(self, out: Path) -> BuildResult:
         """Capture the sample, train and measure every draft, and judge. What an interrupted run has measured is kept."""
         from draftworks.evaluation.ladder.relative_loss import SeedPair, judge_relative_loss
-        from draftworks.evaluation.ladder.statistics import Resampling
-        from draftworks.evaluation.report.walk_pairs import read_walk
 
         target, found = self.trainings.target, {}
-        chosen = self._choose_sample(out / TOKENS)
-        self.trainings.capture(out / TOKENS, out / FEATURES)
+        samples = FeatureSet(tokens=out / TOKENS, features=out / FEATURES)
+        chosen = self._choose_sample(samples.tokens)
+        self.trainings.capture(samples)
+        storages = {"plain": "plain", "fp8": target.capture.storage}
+        sets = {way: samples.model_copy(update={"read_as": storage}) for way, storage in storages.items()}
         for name in target.strategies:
-            pairs = []
-            for seed in self.trainings.list_seeds(name):
-                folders = {way: out / name / f"seed-{seed}-{way}" for way in WAYS}
-                reports = [
-                    self.trainings.train_and_measure(self._read_as(way, out), folder, name, seed)
-                    for way, folder in folders.items()
-                ]
-                pairs.append(SeedPair(*map(read_walk, reports)))
-            resampling = Resampling(target.evaluation.confidence, target.evaluation.resamples)
-            found[name] = judge_relative_loss(pairs, target.gates.fp8_max_loss, resampling).to_json()
+            pairs = [SeedPair(walks["plain"], walks["fp8"]) for walks in self.trainings.measure_walks(sets, name, out)]
+            found[name] = judge_relative_loss(pairs, target.gates.fp8_max_loss, self.trainings.resampling).to_json()
         for folder in (TOKENS, FEATURES):
             rmtree(out / folder, ignore_errors=True)
         figures = {"samples": chosen, "steps": target.gates.fp8_steps, "seeds": target.gates.fp8_seeds}
@@ -129,7 +114,3 @@ class Comparison:
         rows = rows[: self.trainings.target.gates.fp8_samples]
         write_tokens(tokens, rows)
         return len(rows)
-
-    def _read_as(self, way: str, out: Path) -> FeatureSet:
-        storage = "plain" if way == "plain" else self.trainings.target.capture.storage
-        return FeatureSet(tokens=out / TOKENS, features=out / FEATURES, read_as=storage)

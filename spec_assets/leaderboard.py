@@ -9,8 +9,7 @@ from typing import Any
 import dagster as dg
 
 from draftworks.config.strategies import StrategySpec
-from draftworks.fleet.leaderboard import Fleet, Standing
-from draftworks.fleet.leaderboard_views import MARKDOWN, PLOT, markdown, save
+from draftworks.fleet.leaderboard import MARKDOWN, PLOT, Fleet, Standing, markdown, save
 from draftworks.storage.asset_names import LEADERBOARD, of_strategy
 from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import digest

@@ -13,8 +13,8 @@ from typing import Any
 import dagster as dg
 
 from draftworks.evaluation.acceptance_length import SYMBOL, count_own_token, format_length
-from draftworks.evaluation.report.markdown_tables import render_table
-from draftworks.evaluation.report.sampled import list_sampled_acceptance
+from draftworks.evaluation.report.pages import render_table
+from draftworks.evaluation.strategy_metrics import list_sampled_acceptance
 from draftworks.storage.artifacts import Artifact
 
 DIGITS = 4

@@ -253,7 +253,7 @@ def describe_weighted_slices(workspace: Workspace, strategy: StrategySpec, artif
     """Return whether weights of slices have helped; {} for a draft that was trained without."""
     if workspace.registry.load_target(artifact.target).mix is None:
         return {}
-    from draftworks.evaluation.report.markdown_tables import render_table
+    from draftworks.evaluation.report.pages import render_table
     from draftworks.fleet.slice_history import SliceHistory, summarize_weighted
 
     try:

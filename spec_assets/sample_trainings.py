@@ -1,10 +1,12 @@
 """Trainings for a comparison: on samples of a target's data, measured on its held-out prompts; their drafts are not kept."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
@@ -22,6 +24,10 @@ from spec_assets.common import launch
 from spec_assets.evals import locate_feature_set, read_eval_data
 from spec_assets.workers import launch_workers
 
+if TYPE_CHECKING:
+    from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+    from draftworks.evaluation.ladder.statistics import Resampling
+
 READS = (VOCAB_MAPPING, HELDOUT_RESPONSES, HELDOUT_FEATURES)
 """Assets that these trainings read, beside the tokens that they are given."""
 
@@ -38,14 +44,14 @@ class SampleTrainings:
     steps: int
     seeds: int
 
-    def capture(self, tokens: Path, features: Path) -> None:
+    def capture(self, samples: FeatureSet) -> None:
         """Capture plain features of a tokenized set into the target's store; what the store has is not captured again."""
-        features.mkdir(parents=True, exist_ok=True)
+        samples.features.mkdir(parents=True, exist_ok=True)
         capture = self.target.capture.as_plain()
         run = CaptureRun(
-            out=features,
+            out=samples.features,
             target=self.files,
-            tokens=tokens,
+            tokens=samples.tokens,
             taps=collect_taps(self.target, self.files.num_layers),
             capture=capture,
             store=self.workspace.locate_feature_store(self.files),
@@ -54,7 +60,7 @@ class SampleTrainings:
         python, processes, device = self.workspace.find_python(capture), capture.processes, capture.device
         launch_workers(self.context, self.launcher, self.workspace, "capture", run, processes, device, python)
 
-    def train_and_measure(self, samples: FeatureSet, folder: Path, name: str, seed: int) -> Path:
+    def _train_and_measure(self, samples: FeatureSet, folder: Path, name: str, seed: int) -> Path:
         """Train one draft and write its report into `folder`, unless it is there; return the report's folder."""
         report, draft = folder / "report", folder / "draft"
         done = folder / "measured"
@@ -104,17 +110,41 @@ class SampleTrainings:
         rmtree(draft, ignore_errors=True)
         return report
 
-    def list_seeds(self, name: str) -> Iterator[int]:
-        """Return the seeds of a strategy's trainings, from its own on."""
-        first = self.target.strategies[name].training.seed
-        yield from range(first, first + self.seeds)
+    def measure_walks(
+        self, sets: Mapping[str, FeatureSet], name: str, out: Path
+    ) -> Iterator[dict[str, Sequence[PromptAcceptance]]]:
+        """Yield, for each seed of a strategy's trainings, from its own on, the walk of the draft of each set."""
+        from draftworks.evaluation.report.comparison import read_walk
 
-    def identify(self, name: str) -> dict[str, Any]:
-        """Return what decides the drafts of a strategy and their figures, beside the samples and the target."""
+        for seed in self._list_seeds(name):
+            folders = {way: out / name / f"seed-{seed}-{way}" for way in sets}
+            yield {way: read_walk(self._train_and_measure(sets[way], folders[way], name, seed)) for way in sets}
+
+    @property
+    def resampling(self) -> Resampling:
+        from draftworks.evaluation.ladder.statistics import Resampling
+
+        return Resampling(self.target.evaluation.confidence, self.target.evaluation.resamples)
+
+    def identify(self, tokens: Artifact) -> dict[str, Any]:
+        """Return what decides the figures of every strategy, beside how samples are chosen from these tokens."""
+        return {
+            "target": self.files.digest,
+            "tokens": tokens.data_version,
+            "capture": self.target.capture.as_plain().to_identity(),
+            "strategies": {name: self._identify_strategy(name) for name in self.target.strategies},
+            "evaluation": self.target.evaluation.to_identity(),
+        }
+
+    def _list_seeds(self, name: str) -> range:
+        first = self.target.strategies[name].training.seed
+        return range(first, first + self.seeds)
+
+    def _identify_strategy(self, name: str) -> dict[str, Any]:
         entry, strategy = self.target.strategies[name], resolve_strategy(name)
         options = strategy.parse_options(entry.options, where=f"options of {name}")
         streams = list(dict.fromkeys([*strategy.list_features(self.files.num_layers, options), "last"]))
-        trainings = (self._choose_training(name, seed) for seed in self.list_seeds(name))
+        trainings = (self._choose_training(name, seed) for seed in self._list_seeds(name))
         return {
             "options": options.to_identity(),
             "training": [each.to_identity(strategy.batch_means(options)) for each in trainings],

@@ -1,6 +1,6 @@
 """What one draft for both costs a target that is served with thinking on and off: three trainings, compared by the walk."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -62,30 +62,28 @@ class Comparison:
 
     @property
     def identity(self) -> dict[str, Any]:
-        target = self.trainings.target
-        return {
-            "target": self.trainings.files.digest,
-            "tokens": self.tokens.data_version,
-            "capture": target.capture.as_plain().to_identity(),
-            "max_tokens": target.comparison.tokens,
-            "strategies": {name: self.trainings.identify(name) for name in target.strategies},
-            "evaluation": target.evaluation.to_identity(),
-        }
+        return {**self.trainings.identify(self.tokens), "max_tokens": self.trainings.target.comparison.tokens}
 
     def run(self, out: Path) -> BuildResult:
         """Capture the sets, train and measure every draft, and compare. What an interrupted run has measured is kept."""
-        from draftworks.evaluation.ladder.statistics import Resampling
-        from draftworks.evaluation.report.thinking_costs import TRAININGS, compare_trainings
+        from draftworks.data.tokenized import TokenizedSet
+        from draftworks.evaluation.report.thinking import (
+            TRAININGS,
+            compare_trainings,
+            list_asked_samples,
+            sum_by_prompt,
+        )
 
-        sizes, evaluation = self._write_sets(out / SETS), self.trainings.target.evaluation
-        for training in TRAININGS:
-            tokens = self._locate_set(training, out).tokens
-            self.trainings.capture(tokens, self._locate_set(training, out).features)
-        resampling = Resampling(evaluation.confidence, evaluation.resamples)
-        found = {}
+        sizes, found = self._write_sets(out / SETS), {}
+        folders = {training: out / SETS / training for training in TRAININGS}
+        sets = {name: FeatureSet(tokens=one / "tokens", features=one / "features") for name, one in folders.items()}
+        for samples in sets.values():
+            self.trainings.capture(samples)
+        asked = list_asked_samples(TokenizedSet.open(self.heldout.path / TOKENS_FOLDER))
         for name in self.trainings.target.strategies:
-            walks = {training: self._measure(training, name, out) for training in TRAININGS}
-            found[name] = [one.to_json() for one in compare_trainings(walks, resampling)]
+            measured = list(self.trainings.measure_walks(sets, name, out))
+            walks = {way: [sum_by_prompt(one[way], asked) for one in measured] for way in TRAININGS}
+            found[name] = [one.to_json() for one in compare_trainings(walks, self.trainings.resampling)]
         rmtree(out / SETS, ignore_errors=True)
         return BuildResult(digest(found), {"strategies": found, "sets": sizes})
 
@@ -98,24 +96,6 @@ class Comparison:
         for name, rows in sets.items():
             write_tokens(folder / name / "tokens", rows)
         return {name: {"samples": len(rows), "tokens": sum(map(len, rows))} for name, rows in sets.items()}
-
-    def _measure(self, training: str, name: str, out: Path) -> list[Mapping[str, Sequence[Any]]]:
-        """Return, for each seed, the walk of the draft of a training by kind of prompt."""
-        from draftworks.data.tokenized import TokenizedSet
-        from draftworks.evaluation.report.thinking import list_asked_samples, sum_by_prompt
-        from draftworks.evaluation.report.walk_pairs import read_walk
-
-        asked = list_asked_samples(TokenizedSet.open(self.heldout.path / TOKENS_FOLDER))
-        found = []
-        for seed in self.trainings.list_seeds(name):
-            folder = out / name / f"seed-{seed}-{training}"
-            report = self.trainings.train_and_measure(self._locate_set(training, out), folder, name, seed)
-            found.append(sum_by_prompt(read_walk(report), asked))
-        return found
-
-    def _locate_set(self, training: str, out: Path) -> FeatureSet:
-        folder = out / SETS / training
-        return FeatureSet(tokens=folder / "tokens", features=folder / "features")
 
 
 def describe_comparison(artifact: Artifact) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from draftworks.decision.rule import Loss, LossEvidence, subtract_figures
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import bootstrap_interval
-from draftworks.evaluation.report.comparison import compare_reports
+from draftworks.evaluation.report.comparison import MeasuredWalk, compare_reports
 from draftworks.evaluation.report.summary import REPORT, read_report, report_file_errors
-from draftworks.evaluation.report.walk_pairs import MeasuredWalk
 from draftworks.fleet.staleness import is_made_from, is_measured_on
 from draftworks.service.candidate import RefusedError
 from draftworks.service.promotion import Service
@@ -206,8 +205,8 @@ class ServedFigures:
                     name,
                     kind,
                     None,
-                    found.new,
-                    found.old,
+                    paired.a,
+                    paired.b,
                     loss,
                     paired.prompts,
                     reference_prompts=paired.prompts,

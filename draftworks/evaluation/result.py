@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftworks.config.decoding import Decoding
+from draftworks.config.strategies import MetricSums
 from draftworks.distributed.collectives import gather_from_ranks, sum_over_ranks
 from draftworks.drafts.acceptance import PREFIX
 from draftworks.drafts.strategy import StepOutput
@@ -259,3 +260,12 @@ def _ratios(numerators: tuple[float, ...], denominators: tuple[float, ...]) -> t
 
 def _add(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0.0))
+
+
+def make_example_metrics(sums: MetricSums) -> dict[str, Any]:
+    """Return `EvalResult.metrics` of an evaluation with these sums, rungs 2 and 3 replayed. Its values mean nothing."""
+    names = {**dict.fromkeys(sums.by_place, sums.places), **dict.fromkeys(sums.by_block, 1)}
+    counted = {CORRECT: sums.places, SUPERVISED: sums.places}
+    counted |= {f"{name}_{part}": count for name, count in names.items() for part in ("sums", "denoms")}
+    counted |= {f"{rung}_{part}": 1 for rung in ("block", "walk") for part in ("passes", "accepted")}
+    return EvalResult(1.0, 1.0, 1, {name: (1.0,) * count for name, count in counted.items()}).metrics()

@@ -1,4 +1,4 @@
-"""A comparison of two drafts as Markdown, as a self-contained HTML page and as JSON."""
+"""A comparison of two drafts as Markdown, as a self-contained HTML page, as a picture and as JSON."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from draftworks.evaluation.acceptance_length import NAME, format_change, format_interval, format_length
+from draftworks.evaluation.acceptance_length import NAME, format_change, format_interval, format_length, name_metric
 from draftworks.evaluation.ladder.statistics import AcceptanceSummary
 from draftworks.evaluation.report.findings import WALK
-from draftworks.evaluation.report.markdown_tables import render_table
+from draftworks.evaluation.report.pages import render_table
+from draftworks.evaluation.report.plots import COLOURS, MARKERS, label_axes, make_figure, render_png
 from draftworks.evaluation.report.text_tables import TextTable, fill, render_text_table
 from draftworks.fleet.compared_drafts import ComparedDraft, ReportPlace
-from draftworks.fleet.draft_comparison import DraftComparison, EvalSetFigures, Kind
-from draftworks.fleet.recipe_differences import Difference
+from draftworks.fleet.draft_comparison import Difference, DraftComparison, EvalSetFigures, Kind
 
 _MAX_CELL_LENGTH = 60
 _NOTE = (
@@ -104,14 +104,14 @@ def _describe_figures(one: EvalSetFigures) -> dict[str, Any]:
         "a_draft_tokens": one.a_draft_tokens,
         "b_draft_tokens": one.b_draft_tokens,
         "shared_prompts": one.shared,
-        "shared_a": one.shared_a,
-        "shared_b": one.shared_b,
+        "shared_a": None if one.paired is None else one.paired.a,
+        "shared_b": None if one.paired is None else one.paired.b,
         "difference": one.difference,
         "low": None if one.interval is None else one.interval.low,
         "high": None if one.interval is None else one.interval.high,
         "confidence": None if one.interval is None else one.interval.confidence,
         "reason": one.reason,
-        "slices": [asdict(each) for each in one.slices],
+        "slices": [{name: value for name, value in asdict(each).items() if name != "p_value"} for each in one.slices],
     }
 
 
@@ -149,8 +149,8 @@ def _build_figures_row(one: EvalSetFigures) -> dict[str, str]:
         "A, all its prompts": _format_side(one.a),
         "B, all its prompts": _format_side(one.b),
         "prompts in common": f"{one.shared:,}",
-        "A on these": format_length(one.shared_a, 3, none=""),
-        "B on these": format_length(one.shared_b, 3, none=""),
+        "A on these": "" if one.paired is None else format_length(one.paired.a, 3),
+        "B on these": "" if one.paired is None else format_length(one.paired.b, 3),
         "A - B": difference,
         "95% interval": interval if is_paired or not interval else f"{interval} (unpaired)",
         "verdict": one.verdict.value,
@@ -163,8 +163,8 @@ def _build_slice_rows(one: EvalSetFigures) -> Iterator[dict[str, str]]:
             "eval set": one.eval_set,
             "slice": f"{each.column} = {each.value}",
             "prompts": f"{each.prompts:,}",
-            "A": format_length(each.a, 3, none=""),
-            "B": format_length(each.b, 3, none=""),
+            "A": format_length(each.a, 3),
+            "B": format_length(each.b, 3),
             "A - B": f"{each.difference:+z.3f}",
             "95% interval": f"{each.low:+z.3f} to {each.high:+z.3f}",
         }
@@ -203,3 +203,50 @@ def _format_count(value: float | None) -> str:
     if value is None:
         return "not known"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+MAX_LINES = 60
+"""Lines of a picture; slices beyond are in the table only."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    name: str
+    difference: float
+    low: float
+    high: float
+    is_whole_set: bool
+
+
+def plot_differences(found: DraftComparison) -> bytes | None:
+    """Return a PNG with a line per eval set and slice, A minus B; None if no difference was computed."""
+    found_lines = _list_lines(found)
+    lines = found_lines[:MAX_LINES]
+    if not lines:
+        return None
+    figure = make_figure(7.2, 1.4 + 0.28 * len(lines))
+    axes = figure.add_subplot()
+    for row, line in enumerate(lines):
+        colour, marker = (COLOURS[0], MARKERS[0]) if line.is_whole_set else (COLOURS[1], MARKERS[1])
+        axes.hlines(row, line.low, line.high, color=colour, alpha=0.6)
+        axes.plot([line.difference], [row], color=colour, marker=marker, linestyle="")
+    axes.axvline(0.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(lines)), [line.name.replace("$", r"\$") for line in lines])
+    axes.set_ylim(len(lines) - 0.5, -0.5)
+    title = f"A {found.a.name} minus B {found.b.name}".replace("$", r"\$")
+    title += f": the first {len(lines)} of {len(found_lines):,}" if len(lines) < len(found_lines) else ""
+    label_axes(axes, title, f"difference in {NAME}, {name_metric(WALK)}, 95% interval", "")
+    return render_png(figure)
+
+
+def _list_lines(found: DraftComparison) -> list[_Line]:
+    lines = list[_Line]()
+    for one in found.figures:
+        if one.difference is None or one.interval is None:
+            continue
+        count = f"n = {one.shared:,}" if one.kind is Kind.PAIRED else "unpaired"
+        lines.append(_Line(f"{one.eval_set}  ({count})", one.difference, one.interval.low, one.interval.high, True))
+        for each in one.slices:
+            name = f"{each.column} = {each.value:.30}  (n = {each.prompts:,})"
+            lines.append(_Line(name, each.difference, each.low, each.high, False))
+    return lines

@@ -1,39 +1,179 @@
-"""The figures of two drafts on each eval set and slice, with the interval of their difference; reads records only. No torch.
+"""Two drafts side by side: recipe, data, size, cost, and their figures on each eval set and slice; reads records only. No torch.
 
 A difference is that of the walk (rung 3): accepted tokens per pass of draft A minus those of draft B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from draftworks.config.draft_config import WEIGHTS
 from draftworks.config.run_files import TOKENS_FOLDER
 from draftworks.data.slice_columns import LENGTH
-from draftworks.errors import StoreError
-from draftworks.evaluation.ladder.positions import describe_range
-from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
+from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.statistics import (
+    AcceptanceDifference,
     AcceptanceSummary,
     Interval,
     Resampling,
-    paired_difference,
+    compare_unpaired,
     summarize_acceptance,
-    unpaired_difference,
 )
-from draftworks.evaluation.report.slices import POSITION, Slice, iterate_slices, read_sample_columns
-from draftworks.evaluation.report.walk_pairs import MeasuredWalk, WalkPair, pair_walks
+from draftworks.evaluation.report.comparison import MeasuredWalk, SliceDifference, WalkPair, explain_other_draft_tokens
 from draftworks.fleet.compared_drafts import ComparedDraft, ReportPair, ReportPlace, choose_reports
-from draftworks.fleet.recipe_differences import (
-    Difference,
-    DraftCost,
-    find_data_differences,
-    find_recipe_differences,
+from draftworks.storage.artifacts import Artifact
+from draftworks.storage.asset_names import (
+    CONVERSATIONS,
+    RESPONSES,
+    TOKENIZED_TRAIN,
+    VOCAB_MAPPING,
+    of_eval_set,
+    of_strategy,
 )
-from draftworks.storage.asset_names import of_eval_set
 from draftworks.storage.words import format_count
+from draftworks.targets.safetensors_headers import read_header
+
+MISSING = "(not set)"
+"""Value of a key that only the other draft has."""
+_RECIPE = ("strategy", "start_from", "options", "training")
+_TARGET = "weights of the target"
+_DATA = ("tokens", "features", "vocab_mapping")
+_ANSWERS = ("responses", "max_length", "only_last_turn", "compute_dtype", "backend", "args")
+_FIGURES = ("samples", "tokens", "supervised_tokens", "longest", "coverage", "heldout_coverage")
+_SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key with another value in each draft."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """Size of a draft, and what its training cost; None where it is not known.
+
+    Attributes:
+        weights_bytes: of the published weights.
+        hours: of training, from its first to its last step, without waiting in queues.
+        rank_hours: hours times the processes that trained.
+        tokens: that the training read, an epoch after the other.
+    """
+
+    parameters: int | None = None
+    weights_bytes: int | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    hours: float | None = None
+    rank_hours: float | None = None
+    tokens_per_s: float | None = None
+
+    @classmethod
+    def of(cls, draft: Artifact | None) -> DraftCost:
+        """Read them from a draft's record, and from the header of its weights."""
+        if draft is None:
+            return cls()
+        summary = draft.summary
+        seconds, ranks = summary.get("seconds"), summary.get("world_size")
+        hours = None if seconds is None else seconds / _SECONDS_PER_HOUR
+        path = draft.path / WEIGHTS
+        try:
+            parameters = sum(math.prod(tensor.shape) for tensor in read_header(path).values())
+            nbytes = path.stat().st_size
+        except (OSError, DraftworksError):  # pruned, or of another software's layout
+            parameters, nbytes = None, None
+        return cls(
+            parameters,
+            nbytes,
+            summary.get("steps"),
+            summary.get("tokens"),
+            hours,
+            None if hours is None or ranks is None else hours * ranks,
+            summary.get("tokens_per_s"),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _MadeFrom(NamedTuple):
+    """Recipe and data of a draft, by key."""
+
+    recipe: dict[str, Any]
+    data: dict[str, Any]
+
+
+def _differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Difference, ...]:
+    """Return what differs. A key that only one has is `MISSING` in the other."""
+    keys = dict.fromkeys([*a, *b])
+    found = (Difference(key, a.get(key, MISSING), b.get(key, MISSING)) for key in keys)
+    return tuple(one for one in found if one.a != one.b)
+
+
+def _read_made_from(side: ComparedDraft) -> _MadeFrom:
+    """Return the settings of draft, training and answers; and the versions of the data, with the figures of tokens, vocabulary
+    mapping, answers and conversations as far as these are still there."""
+    made_from = side.made_from
+    if made_from is None:
+        return _MadeFrom({"strategy": side.strategy, _TARGET: side.weights_of_target}, {})
+    settings = {name: getattr(made_from, name) for name in _RECIPE}
+    settings["start_from"] = _name_start(side, made_from.start_from)
+    heldout = None if made_from.heldout is None else made_from.heldout.answers
+    recipe = _flatten({_TARGET: made_from.target, **settings})
+    data = _flatten({**{name: getattr(made_from, name) for name in _DATA}, "heldout": heldout})
+    tokens, mapping = (
+        _find(side, TOKENIZED_TRAIN, made_from.tokens),
+        _find(side, VOCAB_MAPPING, made_from.vocab_mapping),
+    )
+    for title, made in (("training set", tokens), ("vocabulary", mapping)):
+        known = {} if made is None else made.summary
+        data |= {f"{title}: {name}": known[name] for name in _FIGURES if name in known}
+    answers = None if tokens is None else _find(side, RESPONSES, tokens.identity.get("responses"))
+    if answers is not None:
+        recipe |= _flatten({name: answers.identity[name] for name in _ANSWERS if name in answers.identity}, "answers: ")
+        data["tokenizer"] = answers.identity.get("tokenizer")
+        prepared = _find(side, CONVERSATIONS, answers.identity.get("conversations"))
+        if prepared is not None:
+            recipe |= _flatten({"data": prepared.identity.get("data")})
+            data["data set"] = prepared.identity.get("dataset")
+    return _MadeFrom(recipe, data)
+
+
+def _name_start(side: ComparedDraft, weights: str | None) -> str | None:
+    """Return the name of the draft that a training began with; of weights of no draft here, the digest, said so."""
+    if weights is None:
+        return None
+    began = _find(side, of_strategy(side.strategy).draft, weights)
+    return f"weights {weights}, of no draft here" if began is None else began.path.name
+
+
+def _find(side: ComparedDraft, asset: str, version: Any) -> Artifact | None:
+    """Return the newest result of that content; None if it was pruned."""
+    if side.store is None or version is None:
+        return None
+    known = side.store.list_all(asset, side.target)
+    return next((one for one in known if one.data_version == version), None)
+
+
+def _flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with keys such as `training.lr`."""
+    found: dict[str, Any] = {}
+    for name, value in json.loads(json.dumps(values)).items():
+        if isinstance(value, Mapping):
+            found |= _flatten(value, f"{before}{name}.")
+        else:
+            found[f"{before}{name}"] = value
+    return found
+
 
 CONFIDENCE = 0.95
 
@@ -59,28 +199,13 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class SliceFigures:
-    """Accepted tokens per pass of both drafts on the shared prompts of one slice."""
-
-    column: str
-    value: str
-    prompts: int
-    a: float | None
-    b: float | None
-    difference: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class EvalSetFigures:
     """Both drafts on one eval set.
 
     Attributes:
         a, b: the walk of each on all prompts of its report; None without a walk.
         a_draft_tokens, b_draft_tokens: tokens proposed per pass.
-        shared: number of prompts that have the same tokens in both reports and a pass in both.
-        shared_a, shared_b: accepted tokens per pass on these; None without any.
+        found: the difference, of A minus B; None where there is none.
         reason: why the difference is not paired, or why there is none.
     """
 
@@ -90,23 +215,38 @@ class EvalSetFigures:
     a_draft_tokens: int | None = None
     b_draft_tokens: int | None = None
     kind: Kind = Kind.NONE
-    shared: int = 0
-    shared_a: float | None = None
-    shared_b: float | None = None
-    difference: float | None = None
-    interval: Interval | None = None
+    found: AcceptanceDifference | None = None
     reason: str = ""
-    slices: tuple[SliceFigures, ...] = ()
+    slices: tuple[SliceDifference, ...] = ()
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.found is None else self.found.difference
+
+    @property
+    def interval(self) -> Interval | None:
+        return None if self.found is None else self.found.interval
+
+    @property
+    def paired(self) -> AcceptanceDifference | None:
+        """The difference on the prompts that have the same tokens in both reports and a pass in both."""
+        return self.found if self.kind is Kind.PAIRED else None
+
+    @property
+    def shared(self) -> int:
+        """Number of these prompts."""
+        return 0 if self.paired is None else self.paired.prompts
 
     @property
     def verdict(self) -> Verdict:
-        if self.interval is None:
+        if self.found is None:
             return Verdict.UNKNOWN
-        return Verdict.A if self.interval.low > 0 else Verdict.B if self.interval.high < 0 else Verdict.UNCLEAR
+        low, high = self.found.interval.low, self.found.interval.high
+        return Verdict.A if low > 0 else Verdict.B if high < 0 else Verdict.UNCLEAR
 
     def describe(self) -> str:
         """Return a sentence with verdict, difference and interval."""
-        if self.difference is None or self.interval is None:
+        if self.found is None:
             return f"{self.eval_set}: no difference is computed: {self.reason}"
         prompts = (
             f"{format_count(self.shared, 'prompt')} of both"
@@ -114,8 +254,8 @@ class EvalSetFigures:
             else f"other prompts, {self.reason}"
         )
         return (
-            f"{self.eval_set}: {self.verdict}: {self.difference:+z.3f} accepted tokens per pass "
-            f"({self.interval.low:+z.3f} to {self.interval.high:+z.3f}, {self.kind}, {prompts})"
+            f"{self.eval_set}: {self.verdict}: {self.found.difference:+z.3f} accepted tokens per pass "
+            f"({self.found.interval.low:+z.3f} to {self.found.interval.high:+z.3f}, {self.kind}, {prompts})"
         )
 
 
@@ -142,7 +282,7 @@ class DraftComparison:
         """Return a sentence on all eval sets together."""
         if self.is_of_one_draft:
             return "A and B are the same draft."
-        compared = [one for one in self.figures if one.difference is not None]
+        compared = [one for one in self.figures if one.found is not None]
         if not compared:
             reasons = dict.fromkeys(one.reason for one in self.figures)
             return f"The drafts cannot be compared: {'; '.join(reasons) or 'neither has a report'}."
@@ -180,10 +320,9 @@ def compare_drafts(a: ComparedDraft, b: ComparedDraft) -> DraftComparison:
     for side, place in ((a, reports.a), (b, reports.b)):
         if place is None:
             notes.append(f"{side.name} has no report yet: run the job `evaluate`.")
-    costs = (DraftCost.of(a.draft), DraftCost.of(b.draft))
-    return DraftComparison(
-        a, b, reports, find_recipe_differences(a, b), find_data_differences(a, b), costs, figures, tuple(notes)
-    )
+    costs, made_from = (DraftCost.of(a.draft), DraftCost.of(b.draft)), (_read_made_from(a), _read_made_from(b))
+    recipe, data = (_differ(*both) for both in zip(*made_from, strict=True))
+    return DraftComparison(a, b, reports, recipe, data, costs, figures, tuple(notes))
 
 
 def _find_reason_not_to_subtract(a: ComparedDraft, b: ComparedDraft) -> str:
@@ -198,103 +337,38 @@ def _find_reason_not_to_subtract(a: ComparedDraft, b: ComparedDraft) -> str:
 def _compare_on(eval_set: str, reports: ReportPair, refused: str, other_weights: bool) -> EvalSetFigures:
     a = None if reports.a is None else _read_walk(reports.a, eval_set)
     b = None if reports.b is None else _read_walk(reports.b, eval_set)
-    resampling = Resampling(confidence=CONFIDENCE)
-    found = EvalSetFigures(
+    resampling = Resampling(CONFIDENCE)
+    figures = EvalSetFigures(
         eval_set,
         _summarize(a, resampling),
         _summarize(b, resampling),
         None if a is None else a.draft_tokens,
         None if b is None else b.draft_tokens,
-        reason=refused,
     )
     if refused:
-        return found
+        return replace(figures, reason=refused)
     if a is None or b is None or not a.prompts or not b.prompts:
         which = "A" if a is None or not a.prompts else "B"
-        return replace(found, reason=f"draft {which} has no walk on it")
-    if a.draft_tokens != b.draft_tokens:
-        return replace(
-            found,
-            reason=f"{a.draft_tokens} tokens per pass were proposed by A, {b.draft_tokens} by B: with more proposals the "
-            "same draft has more accepted (set evaluation.draft_tokens)",
-        )
-    pair = pair_walks(a, b)
-    if not pair.shared:
-        reason = "no prompt has the same tokens in both reports"
-        if other_weights:
-            return replace(found, reason=f"{reason}, and the weights of the target are others")
-        return _compare_unpaired(found, a, b, reason, resampling)
-    paired = paired_difference(pair.new, pair.old, resampling)
-    of_a, of_b = (micro_mean(one for one in walk if one.sample_id in pair.shared) for walk in (pair.new, pair.old))
-    return replace(
-        found,
-        kind=Kind.PAIRED,
-        shared=paired.prompts,
-        shared_a=of_a,
-        shared_b=of_b,
-        difference=paired.difference,
-        interval=paired.interval,
-        slices=(
-            *_compare_slices(pair, a if a.tokens is not None else b, _list_slices(reports), resampling),
-            *_compare_positions(pair, a, b, resampling),
-        ),
-    )
+        return replace(figures, reason=f"draft {which} has no walk on it")
+    refused = explain_other_draft_tokens(a, b, "by A", "by B")
+    if refused:
+        return replace(figures, reason=refused)
+    pair = WalkPair(a, b, resampling)
+    if pair.shared:
+        slices = [*pair.list_slices(_list_slices(reports)), *pair.list_positions()]
+        compared = tuple(one.compare(resampling) for one in slices)
+        return replace(figures, kind=Kind.PAIRED, found=pair.compare(), slices=compared)
+    reason = "no prompt has the same tokens in both reports"
+    if other_weights:
+        return replace(figures, reason=f"{reason}, and the weights of the target are others")
+    found = compare_unpaired(a.prompts, b.prompts, resampling)
+    if found is None:
+        return replace(figures, reason="one of the walks has no pass")
+    return replace(figures, kind=Kind.UNPAIRED, found=found, reason=reason)
 
 
 def _summarize(walk: MeasuredWalk | None, resampling: Resampling) -> AcceptanceSummary | None:
     return None if walk is None or not walk.prompts else summarize_acceptance(walk.prompts, resampling)
-
-
-def _compare_unpaired(
-    found: EvalSetFigures, a: MeasuredWalk, b: MeasuredWalk, reason: str, resampling: Resampling
-) -> EvalSetFigures:
-    interval = unpaired_difference(a.prompts, b.prompts, resampling)
-    if interval is None or found.a is None or found.b is None or found.a.micro is None or found.b.micro is None:
-        return replace(found, reason="one of the walks has no pass")
-    difference = found.a.micro - found.b.micro
-    return replace(found, kind=Kind.UNPAIRED, difference=difference, interval=interval, reason=reason)
-
-
-def _compare_slices(
-    pair: WalkPair, with_tokens: MeasuredWalk, by: Sequence[str], resampling: Resampling
-) -> tuple[SliceFigures, ...]:
-    """Return the paired difference in each slice of columns that have several slices."""
-    if with_tokens.tokens is None:
-        return ()
-    columns = read_sample_columns(with_tokens.tokens)
-    of_a = [prompt for prompt in pair.new if prompt.sample_id in pair.shared]
-    of_b = {prompt.sample_id: prompt for prompt in pair.old}
-    found = list[SliceFigures]()
-    for column in (name for name in by if name in columns):
-        slices = list(iterate_slices(of_a, columns, [column]))
-        if len(slices) < 2:
-            continue
-        found += [_compare_slice(each, of_b, resampling) for each in slices]
-    return tuple(found)
-
-
-def _compare_positions(
-    pair: WalkPair, a: MeasuredWalk, b: MeasuredWalk, resampling: Resampling
-) -> tuple[SliceFigures, ...]:
-    """Return the paired difference in each range of places in the text in which both have passes of the same prompts."""
-    found = list[SliceFigures]()
-    for begin in sorted(a.by_position.keys() & b.by_position.keys()):
-        of_a, of_b = ({one.sample_id: one for one in walk.by_position[begin]} for walk in (a, b))
-        both = sorted(of_a.keys() & of_b.keys() & pair.shared)
-        if both:
-            found.append(
-                _compare_slice(Slice(POSITION, describe_range(begin), [of_a[name] for name in both]), of_b, resampling)
-            )
-    return tuple(found) if len(found) > 1 else ()
-
-
-def _compare_slice(one: Slice, of_b: Mapping[str, PromptAcceptance], resampling: Resampling) -> SliceFigures:
-    """Return the paired difference in a slice of draft A's prompts."""
-    others = [of_b[prompt.sample_id] for prompt in one.prompts]
-    paired = paired_difference(one.prompts, others, resampling)
-    a, b = micro_mean(one.prompts), micro_mean(others)
-    low, high = paired.interval.low, paired.interval.high
-    return SliceFigures(one.column, one.value, paired.prompts, a, b, paired.difference, low, high)
 
 
 def _list_slices(reports: ReportPair) -> list[str]:

@@ -5,9 +5,8 @@ It is generated from records alone, so that equal draft, reports and target give
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -17,13 +16,10 @@ from draftworks.config.decoding import RULE_MEANINGS
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
-from draftworks.evaluation.acceptance_length import NAME, NOTE, SYMBOL, format_interval, format_length, name_metric
-from draftworks.evaluation.labels import Exactness
-from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
-from draftworks.evaluation.report.markdown_tables import render_table
-from draftworks.evaluation.report.sampled import describe_contexts, describe_rates
+from draftworks.evaluation.acceptance_length import NAME, SYMBOL, name_metric
+from draftworks.evaluation.report.pages import format_measured, format_share, render_page, render_table
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
-from draftworks.evaluation.strategy_metrics import describe_strategy_metrics
+from draftworks.evaluation.strategy_metrics import describe_contexts, describe_rates, describe_strategy_metrics
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.records import DraftIdentity
 
@@ -62,9 +58,33 @@ class CardSubject:
 
 def model_card(subject: CardSubject) -> str:
     """Return the card: front matter for the Hugging Face hub, then the page."""
-    parts = [_front_matter(subject), _introduction(subject), _target(subject), _strategy(subject), _training(subject)]
-    parts += [_acceptance(subject), _rungs(subject), _measuring(subject), _limits(subject), _provenance(subject)]
-    return "\n\n".join(parts) + "\n"
+    reports, made_from = subject.reports, subject.made_from
+    scores = [score for report in reports for score in report.scores]
+    used = {score.rule for score in scores}
+    return render_page(
+        "fleet/model_card.md.j2",
+        front_matter=_build_front_matter(subject),
+        strategy=subject.strategy,
+        base=subject.base,
+        best=(*_known(reports[0], 3), *_known(reports[0], 1))[0],
+        reports=reports,
+        changes=subject.changes,
+        target=subject.target,
+        description=resolve_strategy(subject.strategy).description,
+        options={name: "default" if value is None else value for name, value in made_from.options.items()},
+        training=_describe_training(subject),
+        rates=describe_rates(subject.strategy, subject.draft.summary["heldout"]),
+        settings={name: value for name, value in made_from.training.items() if value is not None},
+        rungs=sorted({score.rung for score in scores}),
+        rules={rule: meaning for rule, meaning in RULE_MEANINGS.items() if rule in used},
+        measured_rows=[_measured_row(report) for report in reports],
+        exactness={report.exactness for report in reports},
+        contexts=list(dict.fromkeys(filter(None, map(_contexts, reports)))),
+        digests=_list_digests(subject),
+        pairs=_pairs,
+        acceptance_rows=_list_acceptance_rows,
+        describe_intervals=_describe_intervals,
+    )
 
 
 def strip_front_matter(card: str) -> str:
@@ -72,102 +92,40 @@ def strip_front_matter(card: str) -> str:
     return card.removeprefix(FENCE).partition(FENCE)[2].lstrip()
 
 
-def _front_matter(subject: CardSubject) -> str:
-    """Return the YAML front matter. `base_model` is set for hub ids only, since the hub takes any name for one of its
-    own."""
+def _build_front_matter(subject: CardSubject) -> str:
+    """Return the YAML for the hub. `base_model` is set for hub ids only, since the hub takes any name for one of its own."""
     metrics = dict.fromkeys(
         f"{NAME}, {name_metric(score.metric)}" for report in subject.reports for score in _lengths(report)
     )
     values: dict[str, Any] = {} if subject.target.revision is None else {"base_model": subject.target.model}
     values |= {"tags": ["speculative-decoding", "draft-model", subject.strategy], "metrics": list(metrics)}
-    return f"{FENCE}{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}{FENCE}".rstrip()
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _introduction(subject: CardSubject) -> str:
-    report = subject.reports[0]
-    best = (*_known(report, 3), *_known(report, 1))[0]
-    return (
-        f"# {subject.strategy} draft of {subject.base}\n\n"
-        "A draft model for speculative decoding: it proposes tokens, the target verifies them in one forward pass. It is of no use "
-        f"without its target, and where the server verifies exactly, it changes how fast the target answers, not what.\n\nThe {NAME} is **{_value(best)}**, with "
-        f"{report.draft_tokens} tokens proposed per pass of the target, by the {name_metric(best.metric)} on {report.eval_set}."
-        f"{_staleness(subject)}"
-    )
-
-
-def _staleness(subject: CardSubject) -> str:
-    if not subject.changes:
-        return ""
-    changes = "\n".join(f"* {change}" for change in subject.changes)
-    return (
-        f"\n\n**This draft is stale.** The numbers are of the target as it was when they were measured; the draft was trained "
-        f"before these changed, and stays stale until it is trained again:\n\n{changes}"
-    )
-
-
-def _target(subject: CardSubject) -> str:
-    target = subject.target
-    rows = {
-        "model": subject.base,
-        "revision": target.revision or "a local directory, known by its digest",
-        "weights digest": target.digest,
-        "tokenizer digest (with chat template)": target.tokenizer_digest,
-        "layers": target.num_layers,
-        "hidden size": target.hidden_size,
-        "vocabulary": target.vocab_size,
-    }
-    return _section("Target", _pairs(rows))
-
-
-def _strategy(subject: CardSubject) -> str:
-    options = {name: "default" if value is None else value for name, value in subject.made_from.options.items()}
-    return _section("Strategy", resolve_strategy(subject.strategy).description, _pairs(options, "option"))
-
-
-def _training(subject: CardSubject) -> str:
-    summary = subject.draft.summary
-    rows = {
-        "data set": subject.dataset.name,
-        "what it is": subject.dataset.description or "not said",
-        "licence of the data": subject.dataset.licence or "not said",
+def _describe_training(subject: CardSubject) -> dict[str, Any]:
+    summary, dataset = subject.draft.summary, subject.dataset
+    heldout = describe_strategy_metrics(summary["heldout"])
+    return {
+        "data set": dataset.name,
+        "what it is": dataset.description or "not said",
+        "licence of the data": dataset.licence or "not said",
         "steps": f"{summary['steps']:,}, published: step {summary['published_step']:,}",
         "tokens": f"{summary['tokens']:,}",
         "ranks": summary["world_size"],
         "loss": f"{_number(summary['first_loss'])} at first, {_number(summary['last_loss'])} at last",
-        **{
-            f"held-out {name}": _numbers(value) for name, value in describe_strategy_metrics(summary["heldout"]).items()
-        },
+        **{f"held-out {name}": _numbers(value) for name, value in heldout.items()},
     }
-    rates = describe_rates(subject.strategy, summary["heldout"])
-    settings = {name: value for name, value in subject.made_from.training.items() if value is not None}
-    return _section("Training", _pairs(rows), *([f"Held-out {rates}."] if rates else []), _pairs(settings, "setting"))
 
 
-def _acceptance(subject: CardSubject) -> str:
-    """Return a table per eval set with a row per metric and a column per draft."""
-    return _section("Acceptance", *chain.from_iterable(map(_acceptance_on, subject.reports)))
-
-
-def _acceptance_on(report: ReportSummary) -> tuple[str, str]:
+def _list_acceptance_rows(report: ReportSummary) -> Iterator[dict[str, Any]]:
+    """Yield a row per metric with a column per draft."""
     drafts = list(dict.fromkeys(score.draft for score in report.scores))
-    shown = sorted(
-        dict.fromkeys((score.rung, score.metric, _describe_servers(score)) for score in report.scores),
-        key=itemgetter(0),
-    )
+    shown = dict.fromkeys((score.rung, score.metric, _describe_servers(score)) for score in report.scores)
     found = {(score.draft, score.metric): score for score in report.scores}
-    rows = [
-        {
-            "rung": rung,
-            "figure": f"{_title(rung, metric)}{servers}",
-            **{draft: _cell(found.get((draft, metric))) for draft in drafts},
-        }
-        for rung, metric, servers in shown
-    ]
-    return f"On `{report.eval_set}`, with {_confidence(report)}:", render_table(rows)
-
-
-def _title(rung: int, metric: str) -> str:
-    return metric.replace("_", " ") if rung == 0 else f"{SYMBOL}, {name_metric(metric)}"
+    for rung, metric, servers in sorted(shown, key=itemgetter(0)):
+        figure = metric.replace("_", " ") if rung == 0 else f"{SYMBOL}, {name_metric(metric)}"
+        cells = {draft: _cell(found.get((draft, metric))) for draft in drafts}
+        yield {"rung": rung, "figure": f"{figure}{servers}", **cells}
 
 
 def _describe_servers(score: RungScore) -> str:
@@ -175,53 +133,16 @@ def _describe_servers(score: RungScore) -> str:
     return "" if score.rule is None else f" as {score.servers or 'servers that sample'}"
 
 
-def _rungs(subject: CardSubject) -> str:
-    scores = [score for report in subject.reports for score in report.scores]
-    lines = [f"* **Rung {rung}**: {RUNG_MEANINGS[rung]}" for rung in sorted({score.rung for score in scores})]
-    used = {score.rule for score in scores}
-    lines += [f"* `{rule}`: {meaning}." for rule, meaning in RULE_MEANINGS.items() if rule in used]
-    return _section("What the rungs mean", "\n".join(lines), NOTE)
-
-
-def _measuring(subject: CardSubject) -> str:
-    rows = [
-        {
-            "eval set": report.eval_set,
-            "prompts": _prompts(report),
-            "draft tokens proposed (k)": report.draft_tokens,
-            "answer tokens that are the target's argmax": _share(report.label_agreement),
-            "measured": f"{report.created:%Y-%m-%d}",
-        }
-        for report in subject.reports
-    ]
-    drafts = "`untrained` is the same draft before training, `bigram` a table of pairs of tokens: both cost nothing."
-    return _section("How it was measured", render_table(rows), drafts)
-
-
-def _limits(subject: CardSubject) -> str:
-    limits = [
-        "Made for the target above and its tokenizer. With another model, a fine-tuned one too, acceptance has to be measured anew.",
-        "Measured on the eval sets above: other tasks and languages are accepted at other rates.",
-    ]
-    vocabulary = subject.made_from.options.get("draft_vocab_size")
-    if vocabulary is not None and vocabulary < subject.target.vocab_size:
-        limits.append(
-            f"Proposes {vocabulary:,} of the target's {subject.target.vocab_size:,} tokens, the others never."
-        )
-    found = {report.exactness for report in subject.reports}
-    if found - {Exactness.EXACT, Exactness.ROUNDING}:
-        limits.append(
-            "Rungs 2 and 3 are exact only if all answer tokens are the target's argmax, which is not so, or not known, here."
-        )
-    elif Exactness.ROUNDING in found:
-        limits.append(
-            "Rungs 2 and 3 are exact but for rounding: the target wrote the answers, greedily, and near ties may be decided "
-            "either way."
-        )
-    limits += dict.fromkeys(filter(None, map(_contexts, subject.reports)))
-    if any(score.rung == 4 for report in subject.reports for score in report.scores):
-        limits.append("Speed-ups are of one prompt at a time on the machine that measured, not of a server under load.")
-    return _section("Limits", "\n".join(f"* {limit}" for limit in limits))
+def _measured_row(report: ReportSummary) -> dict[str, Any]:
+    counts = {score.rung: f"{score.prompts:,}" for score in _lengths(report) if score.prompts is not None}
+    agreement = report.label_agreement
+    return {
+        "eval set": report.eval_set,
+        "prompts": ", ".join(f"{count} (rung {rung})" for rung, count in counts.items()) or "not counted",
+        "draft tokens proposed (k)": report.draft_tokens,
+        "answer tokens that are the target's argmax": "not known" if agreement is None else format_share(agreement),
+        "measured": f"{report.created:%Y-%m-%d}",
+    }
 
 
 def _contexts(report: ReportSummary) -> str:
@@ -230,7 +151,7 @@ def _contexts(report: ReportSummary) -> str:
     return describe_contexts(simulated, report.answers)
 
 
-def _provenance(subject: CardSubject) -> str:
+def _list_digests(subject: CardSubject) -> dict[str, str]:
     """Return the digests of everything that the draft and its reports were made from."""
     made_from = subject.made_from
     rows = {
@@ -244,7 +165,7 @@ def _provenance(subject: CardSubject) -> str:
     for report in subject.reports:
         for name in ("eval_tokens", "eval_features"):
             rows[f"{name.replace('_', ' ')} of {report.eval_set}"] = report.provenance.get(name)
-    return _section("Provenance", _pairs({name: digest for name, digest in rows.items() if digest}, "digest of"))
+    return {name: digest for name, digest in rows.items() if digest}
 
 
 def _lengths(report: ReportSummary) -> list[RungScore]:
@@ -259,30 +180,13 @@ def _known(report: ReportSummary, rung: int) -> list[RungScore]:
 def _cell(score: RungScore | None) -> str:
     if score is None or score.value is None:
         return ""
-    value = _number(score.value) if score.rung == 0 else _value(score)
+    value = _number(score.value) if score.rung == 0 else format_measured(score, score.value)
     return value + ("" if score.speed_up is None else f", {score.speed_up:.2f}× plain decoding")
 
 
-def _value(score: RungScore) -> str:
-    """Over one prompt an interval has no width, which would look like certainty."""
-    if score.low is None or score.high is None or score.prompts == 1:
-        return format_length(score.value)
-    return f"{format_length(score.value)} ({format_interval(score.low, score.high, between='–')})"
-
-
-def _confidence(report: ReportSummary) -> str:
+def _describe_intervals(report: ReportSummary) -> str:
     levels = {score.confidence for score in report.scores if score.confidence is not None}
     return f"{max(levels):.0%} intervals over prompts" if levels else "no intervals: no passes were counted"
-
-
-def _prompts(report: ReportSummary) -> str:
-    counts = {score.rung: f"{score.prompts:,}" for score in _lengths(report) if score.prompts is not None}
-    return ", ".join(f"{count} (rung {rung})" for rung, count in counts.items()) or "not counted"
-
-
-def _share(share: float | None) -> str:
-    """Return a percentage, rounded down, so that only 1.0 is 100%."""
-    return "not known" if share is None else f"{int(share * 10_000) / 100:.2f}%"
 
 
 def _number(value: float | None) -> str:
@@ -294,9 +198,5 @@ def _numbers(value: float | list[float]) -> str:
     return ", ".join(map(_number, value)) if isinstance(value, list) else _number(value)
 
 
-def _section(title: str, *parts: str) -> str:
-    return "\n\n".join([f"## {title}", *parts])
-
-
-def _pairs(rows: Mapping[str, Any], name: str = "") -> str:
-    return render_table([{name or "what": key, "value": value} for key, value in rows.items()])
+def _pairs(rows: Mapping[str, Any], name: str = "what") -> str:
+    return render_table({name: key, "value": value} for key, value in rows.items())

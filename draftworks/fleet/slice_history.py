@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from draftworks.data.slice_columns import select_slice_columns
 from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, read_plan
 from draftworks.errors import StoreError
-from draftworks.evaluation.ladder.statistics import select_measured
-from draftworks.evaluation.report.slice_changes import MeasuredPrompts, SliceChange, compare_slices
-from draftworks.evaluation.report.walk_pairs import MeasuredWalk
+from draftworks.evaluation.report.comparison import MeasuredWalk
+from draftworks.evaluation.report.slice_changes import SliceChange, compare_slices
 from draftworks.service.register import ServiceRegister
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, of_strategy
-from draftworks.storage.identity import digest
 from draftworks.storage.records import DraftIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 
@@ -99,28 +96,17 @@ class SliceHistory:
         changes = compare_slices(pair[0], pair[1], only=slices)
         return WeightedSlices(plan, changes, prepared.summary.get("weights_have_effect") is not False)
 
-    def read_measured(self, report: Artifact, eval_set: str) -> MeasuredPrompts:
-        """Return the walk of a report, prompt by prompt, with the slice columns of its eval data.
+    def read_measured(self, report: Artifact, eval_set: str) -> MeasuredWalk:
+        """Return the walk of a report, prompt by prompt, with its eval data.
 
         Raises:
             StoreError: the report or its eval data is missing or damaged.
         """
         found = MeasuredWalk.of(self.artifacts, report, eval_set)
-        assert found.tokens is not None, "of a report in a store"
-        walk = select_measured(found.prompts)
-        rows = {row.sample_id: row for row in found.tokens}
-        unknown = sorted(walk.keys() - rows.keys())
+        unknown = sorted(found.measured.keys() - found.slice_columns.keys())
         if unknown:
             raise StoreError(f"{report.path}: prompt {unknown[0]} is not in the eval data that the report names")
-        return MeasuredPrompts(
-            report.path.name,
-            ReportIdentity.of(report).draft,
-            found.draft_tokens,
-            walk,
-            {name: digest([rows[name].token_digest, rows[name].loss_mask.tobytes().hex()]) for name in walk},
-            {name: select_slice_columns(rows[name].columns) for name in walk},
-            found.resampling,
-        )
+        return found
 
     def list_eval_sets(self, report: Artifact) -> list[str]:
         """Return the eval sets of a report, `heldout` first."""

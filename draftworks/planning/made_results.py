@@ -10,7 +10,7 @@ from draftworks.config.responses import ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
-from draftworks.fleet.draft_staleness import DraftComparison
+from draftworks.fleet.staleness import TrainedDraft
 from draftworks.planning.subject import PlanSubject
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.asset_names import (
@@ -216,7 +216,7 @@ def _select_streams(
 
 def _is_unchanged(subject: PlanSubject, files: TargetFiles, draft: Artifact) -> bool:
     """Whether a training for the target would use now what the draft was trained with."""
-    compared = DraftComparison(draft, subject.target, files, subject.registry, subject.artifacts, subject.digests)
+    compared = TrainedDraft(draft, subject.target, files, subject.registry, subject.artifacts, subject.digests)
     try:
         return not compared.changes()
     except (DigestNotCached, DraftworksError):

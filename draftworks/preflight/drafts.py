@@ -15,7 +15,7 @@ from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import DraftworksError
-from draftworks.evaluation.reported_metrics import make_example_metrics
+from draftworks.evaluation.result import make_example_metrics
 from draftworks.preflight.draft_exports import BuiltDraft, check_exports
 from draftworks.preflight.findings import Findings
 from draftworks.targets.weights import silence_transformers

@@ -16,7 +16,7 @@ from draftworks.evaluation.acceptance_length import (
     format_interval,
     format_length,
 )
-from draftworks.evaluation.report.markdown_tables import render_table
+from draftworks.evaluation.report.pages import render_table
 from draftworks.production.acceptance import WindowAcceptance, WindowDifference
 from draftworks.production.observer import UNKNOWN_DRAFT
 from draftworks.production.readings import Window, split_windows

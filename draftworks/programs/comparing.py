@@ -51,8 +51,7 @@ def compare(
 
 def _write_page(out: Path, found: DraftComparison) -> None:
     """Write the page as HTML or Markdown, by the file's name; a Markdown page has its picture beside it."""
-    from draftworks.fleet.comparison_page import render_html, render_markdown
-    from draftworks.fleet.comparison_plot import plot_differences
+    from draftworks.fleet.comparison_page import plot_differences, render_html, render_markdown
     from draftworks.storage.atomic import publish_file
 
     picture = plot_differences(found)

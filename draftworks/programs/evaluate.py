@@ -24,11 +24,9 @@ from draftworks.evaluation.acceptance_length import NAME, format_length
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, count_labels
 from draftworks.evaluation.labels import LabelCounts
-from draftworks.evaluation.ladder.differences import AnswerTrace
+from draftworks.evaluation.ladder.loop import select_prompts
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
-from draftworks.evaluation.ladder.positions import join_samples
-from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
-from draftworks.evaluation.ladder.prompts import select_prompts
+from draftworks.evaluation.ladder.prompt_acceptance import AnswerTrace, join_samples, micro_mean
 from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import NOT_MEASURED, Report

@@ -17,12 +17,16 @@ from draftworks.data.chat import ChatTokenizer
 from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, run_on_every_rank
 from draftworks.evaluation.acceptance_length import NAME, format_length
 from draftworks.evaluation.ladder.decoding import DecodingLimits
-from draftworks.evaluation.ladder.differences import AnswerTrace
-from draftworks.evaluation.ladder.loop import DecodingLoop, get_loop_revision
-from draftworks.evaluation.ladder.loop_cache import LoopCache, LoopIdentity, LoopLookup
+from draftworks.evaluation.ladder.loop import (
+    DecodingLoop,
+    LoopCache,
+    LoopIdentity,
+    LoopLookup,
+    Prompt,
+    get_loop_revision,
+)
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
-from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
-from draftworks.evaluation.ladder.prompts import Prompt
+from draftworks.evaluation.ladder.prompt_acceptance import AnswerTrace, micro_mean
 from draftworks.programs.assembly import Draft
 from draftworks.storage.identity import digest
 

@@ -28,7 +28,7 @@ from draftworks.evaluation.ladder.server_acceptance import (
     compare_with_walk,
 )
 from draftworks.evaluation.ladder.statistics import Resampling, summarize_acceptance
-from draftworks.evaluation.report.walk_pairs import read_walk
+from draftworks.evaluation.report.comparison import read_walk
 from draftworks.export.names import DRAFT_FOLDER
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.sglang.client import GenerateRequest

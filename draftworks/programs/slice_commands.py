@@ -86,6 +86,7 @@ def _choose_eval_sets(
 def _show(
     history: SliceHistory, report: Artifact, reference: Artifact, eval_set: str, least: int
 ) -> tuple[SliceChange, ...]:
+    from draftworks.evaluation.report.comparison import WalkPair
     from draftworks.evaluation.report.slice_changes import compare_slices
 
     print_text(f"{eval_set}: report {report.path.name} against {reference.path.name}, that of the promotion; rung 3")
@@ -93,7 +94,8 @@ def _show(
         typer.echo("nothing was measured since the promotion: draftworks run evaluate")
         return ()
     new, old = (history.read_measured(one, eval_set) for one in (report, reference))
-    if (new.draft, new.prompts, new.contents) == (old.draft, old.prompts, old.contents):
+    pair = WalkPair(new, old, new.resampling)
+    if new.draft == old.draft and new.measured == old.measured and pair.shared == new.measured.keys():
         typer.echo("the same draft on the same prompts: no slice can have changed")
         return ()
     changes = compare_slices(new, old, least_prompts=least)
@@ -109,7 +111,7 @@ def _show(
 
 def _print_changes(changes: Iterable[SliceChange]) -> None:
     """Print a table of slices; into a file or a pipe as Markdown."""
-    from draftworks.evaluation.report.markdown_tables import render_table
+    from draftworks.evaluation.report.pages import render_table
 
     rows = [one.to_row() for one in changes]
     if text_tables.find_terminal_width() is not None:

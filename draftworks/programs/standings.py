@@ -10,8 +10,7 @@ import typer
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.report import text_tables
 from draftworks.evaluation.report.text_tables import TextTable, print_table
-from draftworks.fleet.leaderboard import Fleet, Standing
-from draftworks.fleet.leaderboard_views import CAPTION, cells, markdown
+from draftworks.fleet.leaderboard import CAPTION, Fleet, Standing, cells, markdown
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.targets.registry import Registry
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.acceptance_length import NAME, SYMBOL, format_length
-from draftworks.evaluation.report.sampled import describe_rates, list_sampled_acceptance
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary
 from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
-from draftworks.evaluation.strategy_metrics import describe_strategy_metrics
+from draftworks.evaluation.strategy_metrics import describe_rates, describe_strategy_metrics, list_sampled_acceptance
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy

@@ -14,8 +14,8 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.config.service import ServiceSpec
 from draftworks.data.slice_columns import SLICE_COLUMNS
 from draftworks.errors import StoreError
-from draftworks.evaluation.report.comparison import ComparedWalks, WalkComparison, compare_reports
-from draftworks.evaluation.report.paired_slices import SliceDifference, examine_slice, list_paired_slices
+from draftworks.evaluation.report.comparison import SliceDifference, WalkComparison, WalkPair, compare_reports
+from draftworks.evaluation.report.slice_changes import LEAST_PROMPTS, resample_enough
 from draftworks.service.candidate import Candidate, RefusedError, find_candidate
 from draftworks.service.record import Canary, EvalFigures, InService
 from draftworks.service.register import ConflictError, ServiceRegister
@@ -91,7 +91,7 @@ class _JudgedSet:
     """The figures of one eval set, and the walks that they are of; None if nothing was compared."""
 
     figures: EvalFigures
-    walks: ComparedWalks | None
+    walks: WalkPair | None
 
 
 @dataclass(frozen=True)
@@ -221,14 +221,16 @@ class Service:
         target_digest = self.files.digest
         ranked = rank_earlier(history, target_digest, eval_set)
         compared: dict[str, Compared] = {}
-        walks: ComparedWalks | None = None
+        walks: WalkPair | None = None
         weights = {record.draft.digest: record.draft.weights for record in history}
         for earlier in ranked:
             found = self._compare(eval_set, candidate, earlier, weights[earlier.digest])
             same = weights[earlier.digest] == candidate.served.weights
-            compared[earlier.digest] = Compared(found.paired, found.new, found.old, found.reason, same)
-            if found.paired is not None:
-                walks = found.walks
+            paired = found.paired
+            values = (None, None) if paired is None else (paired.a, paired.b)
+            compared[earlier.digest] = Compared(paired, *values, found.reason, same)
+            if paired is not None:
+                walks = found.pair
                 break
         margins = Margins(self.settings.select_margin(eval_set), self.settings.least_prompts)
         is_known = was_measured(history, target_digest, eval_set)
@@ -244,18 +246,18 @@ class Service:
             reason = f"draft {earlier.digest}: {found.reason}"
         return WalkComparison(reason=reason)
 
-    def _examine_slices(self, walks: Mapping[str, ComparedWalks | None]) -> dict[str, list[SliceDifference]]:
+    def _examine_slices(self, walks: Mapping[str, WalkPair | None]) -> dict[str, list[SliceDifference]]:
         """Return the difference to the reference in every slice of each eval set that has one."""
         by = tuple(dict.fromkeys([*SLICE_COLUMNS, *self.target.evaluation.slices]))
         slices = [
             (name, one, each.resampling)
             for name, each in walks.items()
             if each is not None
-            for one in list_paired_slices(each.pair, each.tokens, by)
+            for one in each.list_slices(by, LEAST_PROMPTS)
         ]
         found: dict[str, list[SliceDifference]] = {}
         for name, one, resampling in slices:
-            found.setdefault(name, []).append(examine_slice(one, len(slices), resampling))
+            found.setdefault(name, []).append(one.compare(resample_enough(resampling, len(slices))))
         return found
 
     def _list_reports(self, weights: str) -> list[Artifact]:

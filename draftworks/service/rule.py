@@ -22,7 +22,7 @@ from draftworks.service.record import EvalFigures, InService
 from draftworks.storage.words import format_count
 
 if TYPE_CHECKING:  # numpy, which no sensor needs
-    from draftworks.evaluation.ladder.statistics import PairedDifference
+    from draftworks.evaluation.ladder.statistics import AcceptanceDifference
 
 CONFIDENCE = 0.95
 NO_WIDTH = "the difference is the same on every prompt, so nothing shows what it is on others: measure on other prompts"
@@ -58,7 +58,7 @@ class Compared:
         same_weights: whether they are one draft, which cannot differ from itself.
     """
 
-    paired: PairedDifference | None = None
+    paired: AcceptanceDifference | None = None
     value: float | None = None
     reference_value: float | None = None
     reason: str = ""
@@ -156,7 +156,7 @@ def judge_eval_set(
     )
 
 
-def count_prompts_to_decide(paired: PairedDifference, carried: float, margin: float) -> int | None:
+def count_prompts_to_decide(paired: AcceptanceDifference, carried: float, margin: float) -> int | None:
     """Return about how many prompts would decide, if the difference stays as it is; None if more, up to a million, would not.
 
     The interval's width goes with one over the root of the number of prompts.
@@ -186,7 +186,7 @@ class _Judged(NamedTuple):
     reason: str = ""
 
 
-def _judge(paired: PairedDifference, carried: float, margins: Margins, same_weights: bool) -> _Judged:
+def _judge(paired: AcceptanceDifference, carried: float, margins: Margins, same_weights: bool) -> _Judged:
     low, high = paired.interval.low - carried, paired.interval.high - carried
     missing = margins.least_prompts - paired.prompts
     if missing > 0:

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from draftworks.evaluation.ladder.statistics.holm import adjust_by_holm
+from draftworks.evaluation.ladder.statistics import adjust_by_holm
 from draftworks.service.record import EvalFigures, LostSlice
 from draftworks.service.rule import CONFIDENCE, Verdict
 from draftworks.storage.words import format_count
 
 if TYPE_CHECKING:
-    from draftworks.evaluation.report.paired_slices import SliceDifference
+    from draftworks.evaluation.report.comparison import SliceDifference
 
 
 def judge_slices(

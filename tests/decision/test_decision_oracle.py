@@ -16,7 +16,7 @@ from service_toys import WEIGHTS_OF_TARGET, record
 
 from draftworks.decision.record import Choice, Margins, Reference
 from draftworks.decision.rule import Loss, LossEvidence, decide, subtract_figures
-from draftworks.evaluation.ladder.statistics import Interval, PairedDifference
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Interval
 from draftworks.service import rule as promotion
 from draftworks.service.record import EvalFigures, InService
 
@@ -31,9 +31,9 @@ def numbers(low: float, high: float) -> st.SearchStrategy[float]:
 
 
 @st.composite
-def differences(draw: st.DrawFn) -> PairedDifference:
+def differences(draw: st.DrawFn) -> AcceptanceDifference:
     value, below, above = draw(numbers(-1, 1)), draw(numbers(0, 0.5)), draw(numbers(0, 0.5))
-    return PairedDifference(value, Interval(value - below, value + above, 0.95), draw(PROMPTS), 0, 0)
+    return AcceptanceDifference(value, 0.0, Interval(value - below, value + above, 0.95), 1.0, draw(PROMPTS))
 
 
 @st.composite
@@ -108,7 +108,7 @@ def histories(draw: st.DrawFn) -> list[InService]:
     st.sets(st.sampled_from(DRAFTS)),
 )
 def test_the_verdict_is_that_of_the_documents(
-    history: list[InService], paired: dict[str, PairedDifference | None], margin: float, same: set[str]
+    history: list[InService], paired: dict[str, AcceptanceDifference | None], margin: float, same: set[str]
 ):
     ranked = promotion.rank_earlier(history, WEIGHTS_OF_TARGET, "heldout")
     compared = {
@@ -126,5 +126,5 @@ def test_the_verdict_is_that_of_the_documents(
 
 def test_facts_hold_numbers_and_names_only():
     assert describe_paired(None) is None
-    paired = PairedDifference(0.5, Interval(0.25, 0.75, 0.95), 20, 1, 2)
+    paired = AcceptanceDifference(0.5, 0.0, Interval(0.25, 0.75, 0.95), 1.0, 20, 1, 2)
     assert describe_paired(paired) == {"difference": 0.5, "low": 0.25, "high": 0.75, "prompts": 20, "same": False}

@@ -15,8 +15,7 @@ from report_folders import TARGET, ReportFolders
 from draftworks.errors import ConfigError, StoreError
 from draftworks.fleet.compared_drafts import ComparedDraft, find_compared_draft
 from draftworks.fleet.comparison_page import render_markdown
-from draftworks.fleet.draft_comparison import DraftComparison, Kind, Verdict, compare_drafts
-from draftworks.fleet.recipe_differences import MISSING
+from draftworks.fleet.draft_comparison import MISSING, DraftComparison, Kind, Verdict, compare_drafts
 from draftworks.storage.artifacts import Artifact, BuildResult
 
 SAMPLES = {f"s{index:02}": [index, *range(index + 3)] for index in range(16)}

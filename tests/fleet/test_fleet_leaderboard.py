@@ -12,7 +12,7 @@ from measured_fleet import MeasuredFleet, may, rung, walk
 from typer.testing import CliRunner
 
 from draftworks.evaluation.report import text_tables
-from draftworks.fleet import leaderboard_views as views
+from draftworks.fleet import leaderboard as views
 from draftworks.programs.cli import app
 
 NOW = may(3).timestamp()
@@ -169,7 +169,7 @@ def test_the_command_line_says_that_there_is_no_registry(tmp_path):
     assert "expected a folder of YAML files" in shown.output
 
 
-@pytest.mark.parametrize("module", ["draftworks.fleet.leaderboard_views", "draftworks.fleet.model_card"])
+@pytest.mark.parametrize("module", ["draftworks.fleet.leaderboard", "draftworks.fleet.model_card"])
 def test_a_code_location_may_import_it(module):
     heavy = ("torch", "pandas", "pyarrow", "matplotlib")
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"

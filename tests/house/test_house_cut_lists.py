@@ -16,10 +16,10 @@ from own_names import parse_rooms
 SAYS_SO = {
     "draftworks/capture/answers/answer_sets.py": "a line of the log behind it has the number of the others",
     "draftworks/data/rejected.py": "a summary, not a page: `rejected` beside it is the number of all",
-    "draftworks/evaluation/report/markdown.py": "the line behind the table",
+    "draftworks/evaluation/report/writing.py": "the line behind the table",
     "draftworks/evaluation/report/tables.py": "`left_out`, which the page says",
-    "draftworks/fleet/comparison_plot.py": "the title",
-    "draftworks/fleet/leaderboard_views.py": "the title",
+    "draftworks/fleet/comparison_page.py": "the title",
+    "draftworks/fleet/leaderboard.py": "the title",
     "draftworks/planning/rates.py": "measurements that are read, not shown",
     "draftworks/preflight/fp8_gate.py": "a digest",
     "draftworks/preflight/shared_prompts.py": "the begin of a text",

@@ -21,7 +21,7 @@ from draftworks.config.registry_files import CaptureSpec, ResponseSpec, Strategy
 from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.data.conversations import Conversation, Turn
-from draftworks.evaluation.ladder.loop_cache import LoopIdentity
+from draftworks.evaluation.ladder.loop import LoopIdentity
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.identity import FeatureIdentity, FileDigests, LastHidden, LayerTap, digest, token_digest
 from draftworks.targets.registry import Registry, resolve_recipe

@@ -88,9 +88,9 @@ def test_nothing_reads_pickle():
         assert "torch.load(" not in text or "weights_only=True" in text, path
 
 
-def test_no_file_is_longer_than_400_lines():
+def test_no_file_is_longer_than_450_lines():
     folders = ("draftworks", "spec_assets", "resources", "jobs", "sensors", "tests", "tools", "benchmarks")
-    assert not [str(p) for p in python_files(*folders) if len(p.read_text().splitlines()) > 400]
+    assert not [str(p) for p in python_files(*folders) if len(p.read_text().splitlines()) > 450]
 
 
 def test_transformers_never_asks_whether_to_run_code_of_a_model():

@@ -13,7 +13,7 @@ from click.testing import Result
 from service_site import ServiceSite
 from typer.testing import CliRunner
 
-from draftworks.evaluation.ladder.statistics import Interval
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Interval
 from draftworks.fleet.compared_drafts import find_compared_draft
 from draftworks.fleet.comparison_page import render_html, render_markdown
 from draftworks.fleet.draft_comparison import EvalSetFigures, Kind, compare_drafts
@@ -71,8 +71,8 @@ def test_a_draft_beside_itself_is_the_same_draft_without_a_signed_zero(site: Ser
 
 
 def test_a_difference_that_rounds_to_zero_has_no_minus():
-    interval = Interval(-0.0004, -0.0001, 0.95)
-    figures = EvalSetFigures("heldout", kind=Kind.PAIRED, shared=1, difference=-0.0002, interval=interval)
+    found = AcceptanceDifference(0.9998, 1.0, Interval(-0.0004, -0.0001, 0.95), 0.01, prompts=1)
+    figures = EvalSetFigures("heldout", kind=Kind.PAIRED, found=found)
     assert figures.describe() == (
         "heldout: B accepts more: +0.000 accepted tokens per pass (+0.000 to +0.000, paired, 1 prompt of both)"
     )

@@ -20,7 +20,7 @@ from service_toys import WEIGHTS_OF_TARGET, draw_walk, record
 
 from draftworks.config.decision import DecisionSpec
 from draftworks.config.service import LEAST_PROMPTS, ServiceSpec
-from draftworks.evaluation.ladder.statistics import Interval, PairedDifference, Resampling, paired_difference
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Interval, Resampling, compare_paired
 from draftworks.service.record import EvalFigures, InService
 from draftworks.service.rule import (
     Compared,
@@ -37,8 +37,8 @@ from draftworks.service.rule import (
 MARGINS = Margins(0.03, least_prompts=10)
 
 
-def paired(difference: float, low: float, high: float, prompts: int = 100) -> PairedDifference:
-    return PairedDifference(difference, Interval(low, high, 0.95), prompts, 0, 0)
+def paired(difference: float, low: float, high: float, prompts: int = 100) -> AcceptanceDifference:
+    return AcceptanceDifference(difference, 0.0, Interval(low, high, 0.95), 1.0, prompts)
 
 
 def figures(reference: str | None, difference: float | None, eval_set: str = "heldout") -> EvalFigures:
@@ -97,7 +97,7 @@ def test_a_first_draft_and_a_new_eval_set_have_nothing_to_compare_with():
 def test_equal_counts_on_every_prompt_are_no_evidence_unless_the_drafts_are_one():
     """A lost part of the traffic that no prompt of the sample is of leaves equal counts."""
     walk = draw_walk(2.0, 200, np.random.default_rng(0))
-    equal = paired_difference(walk, walk)
+    equal = compare_paired(walk, walk)
     for same, verdict in ((False, Verdict.UNDECIDED), (True, Verdict.NON_INFERIOR)):
         compared = {"a": Compared(equal, 2.0, 2.0, same_weights=same)}
         assert judge_eval_set("heldout", [Ranked("a", 0)], compared, MARGINS, is_known=True).verdict is verdict
@@ -141,7 +141,7 @@ def simulate(seed: int, steps: int, drift: float, prompts: int = 150) -> tuple[i
         walks[name] = draw_walk(true[name], prompts, rng, ease)
         ranked = rank_earlier(history, WEIGHTS_OF_TARGET, "heldout")
         best = ranked[0].digest
-        compared = {best: Compared(paired_difference(walks[name], walks[best], Resampling(resamples=200, seed=step)))}
+        compared = {best: Compared(compare_paired(walks[name], walks[best], Resampling(resamples=200, seed=step)))}
         found = judge_eval_set("heldout", ranked, compared, Margins(0.1, 10), is_known=True)
         if Verdict(found.verdict).accepts:
             wrong += true[name] < max(true[each.draft.digest] for each in history) - 0.1

@@ -13,7 +13,7 @@ from service_site import ServiceSite, make_walk
 
 from draftworks.data.conversations import Scalar
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.report.paired_slices import SliceDifference
+from draftworks.evaluation.report.comparison import SliceDifference
 from draftworks.service.candidate import RefusedError
 from draftworks.service.record import EvalFigures
 from draftworks.service.rule import Verdict
@@ -102,7 +102,7 @@ def test_all_slices_of_all_eval_sets_are_one_family(first: list[float], second: 
     """By eval set the smallest of two families would be compared with twice the level."""
     figures = [EvalFigures(name, verdict, 0.03) for name in ("heldout", "code")]
     found = {
-        name: [SliceDifference("part", str(n), 30, -0.5, -0.6, -0.4, p) for n, p in enumerate(values)]
+        name: [SliceDifference("part", str(n), 30, 1.0, 1.5, -0.5, -0.6, -0.4, p) for n, p in enumerate(values)]
         for name, values in (("heldout", first), ("code", second))
     }
     judged = judge_slices(figures, found, 0.1)

@@ -16,7 +16,7 @@ from draftworks.config.run_files import TOKENS_FOLDER
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.server_acceptance import build_server_prompts
-from draftworks.evaluation.report.walk_pairs import read_walk
+from draftworks.evaluation.report.comparison import read_walk
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.targets.registry import HELDOUT
 from spec_assets.code_location import build_definitions

@@ -18,8 +18,8 @@ from report_toys import full_report
 from draftworks.config.decoding import Decoding
 from draftworks.data.conversations import Turn, read_conversations
 from draftworks.errors import StoreError
-from draftworks.evaluation.cache.eval_cache import EvalCache
-from draftworks.evaluation.ladder.loop_cache import LoopCache, LoopEntry, LoopIdentity
+from draftworks.evaluation.eval_cache import EvalCache
+from draftworks.evaluation.ladder.loop import LoopCache, LoopEntry, LoopIdentity
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import read_report, require_prompts_file
 from draftworks.evaluation.report.writing import save_report

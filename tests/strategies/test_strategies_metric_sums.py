@@ -12,7 +12,7 @@ from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.strategy import StepContext
 from draftworks.evaluation.evaluator import Evaluator
 from draftworks.evaluation.ladder.replay import forward_with_replay
-from draftworks.evaluation.reported_metrics import make_example_metrics
+from draftworks.evaluation.result import make_example_metrics
 
 BLOCKS = {"block_size": 4, "num_layers": 1, "layer_ids": [2], "num_anchors": 4}
 VARIANTS = {

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from draftworks.evaluation.cache.eval_cache import EvalCache
-from draftworks.evaluation.cache.eval_config import EvalConfig
+from draftworks.evaluation.eval_cache import EvalCache, EvalConfig
 
 CONFIG = EvalConfig("evals/chat.jsonl", "org/model", aux_hidden_state_layer_ids=(1, 3, 4))
 FILES = ("refs.jsonl", "manifest.json", "deep/rows.txt")

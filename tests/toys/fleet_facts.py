@@ -57,7 +57,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
-from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, bootstrap_interval
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, bootstrap_interval
 from draftworks.service.record import InService
 
 
@@ -67,7 +67,7 @@ def describe_promotion(
     least_prompts: int,
     history: Iterable[InService],
     target_digest: str,
-    compared: Mapping[str, PairedDifference | None],
+    compared: Mapping[str, AcceptanceDifference | None],
     same: Container[str] = (),
 ) -> dict[str, Any]:
     """Return the facts of `oracle_promote`; `same` are the drafts that the new one is."""
@@ -95,7 +95,7 @@ def describe_loss(
     eval_set: str,
     reference: str,
     *,
-    paired: PairedDifference | None = None,
+    paired: AcceptanceDifference | None = None,
     former: Mapping[str, Any] | None = None,
     now: Mapping[str, Any] | None = None,
     is_new: bool = False,
@@ -122,7 +122,7 @@ def describe_decision(
     return {"margins": margins, "eval_sets": [dict(each) for each in eval_sets]}
 
 
-def describe_paired(found: PairedDifference | None, same: bool = False) -> dict[str, Any] | None:
+def describe_paired(found: AcceptanceDifference | None, same: bool = False) -> dict[str, Any] | None:
     if found is None:
         return None
     low, high = found.interval.low, found.interval.high

@@ -17,7 +17,7 @@ from fleet_truth import Draft, measure
 from fleet_world import ToyTarget
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
-from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired
 from draftworks.service.record import EvalFigures, InService, ServedDraft
 from draftworks.service.register import ServiceRegister
 from draftworks.service.rule import (
@@ -88,7 +88,7 @@ class ToyService:
     seed: int
     reports: list[Report] = field(default_factory=list)
     history: tuple[InService, ...] = ()
-    _compared: dict[tuple[str, str, str], PairedDifference] = field(default_factory=dict)
+    _compared: dict[tuple[str, str, str], AcceptanceDifference] = field(default_factory=dict)
 
     @property
     def register(self) -> ServiceRegister:
@@ -171,13 +171,13 @@ class ToyService:
         )
         return [self.target.find_draft(each) for each in digests]
 
-    def compare(self, new: Report, old: Report, name: str) -> PairedDifference | None:
+    def compare(self, new: Report, old: Report, name: str) -> AcceptanceDifference | None:
         """Compare two drafts on the prompts of both: all or none, as prompts are drawn all at once."""
         if name not in new.data or new.data[name] != old.data.get(name):
             return None
         key = (new.draft, old.draft, new.data[name])
         if key not in self._compared:
-            self._compared[key] = paired_difference(new.walks[name], old.walks[name], self.resampling)
+            self._compared[key] = compare_paired(new.walks[name], old.walks[name], self.resampling)
         return self._compared[key]
 
     def find_newest(self, draft: str) -> Report | None:
@@ -202,7 +202,7 @@ class ToyService:
         )
         return figures, facts
 
-    def _compare_any(self, report: Report, earlier: str, name: str) -> PairedDifference | None:
+    def _compare_any(self, report: Report, earlier: str, name: str) -> AcceptanceDifference | None:
         for old in self.list_reports(earlier):
             found = self.compare(report, old, name)
             if found is not None:

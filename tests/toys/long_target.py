@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.evaluation.ladder.positions import PromptsByPosition, join_samples
+from draftworks.evaluation.ladder.prompt_acceptance import PromptsByPosition, join_samples
 from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.storage.identity import EngineIdentity, LayerTap
 from draftworks.strategies.dflash.options import DFlashOptions

@@ -14,8 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
-from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
-from draftworks.evaluation.report.paired_slices import PairedSlice, examine_slice
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired
+from draftworks.evaluation.report.comparison import PairedSlice
+from draftworks.evaluation.report.slice_changes import resample_enough
 from draftworks.service.record import EvalFigures
 from draftworks.service.rule import Compared, Margins, Ranked, Verdict, judge_eval_set
 from draftworks.service.slice_rule import judge_slices
@@ -92,13 +93,13 @@ def measure_errors(world: World, prompts: int, trials: int, margin: float | None
     return Errors(prompts, covered / trials, promoted / trials)
 
 
-def draw_differences(world: World, prompts: int, trials: int, seed: int = 1) -> list[PairedDifference]:
+def draw_differences(world: World, prompts: int, trials: int, seed: int = 1) -> list[AcceptanceDifference]:
     """Return the difference of the two drafts on samples of prompts."""
     rng = np.random.default_rng(seed)
     chosen = [rng.choice(POPULATION, prompts, replace=False) for _ in range(trials)]
     new, best = world.walks
     return [
-        paired_difference([new[i] for i in each], [best[i] for i in each], Resampling(seed=trial))
+        compare_paired([new[i] for i in each], [best[i] for i in each], Resampling(seed=trial))
         for trial, each in enumerate(chosen)
     ]
 
@@ -114,13 +115,13 @@ def measure_held_back(world: World, slices: int, prompts: int, trials: int, marg
             PairedSlice("part", str(number), tuple(new[i] for i in part), tuple(best[i] for i in part))
             for number, part in enumerate(parts)
         ]
-        found = [examine_slice(one, slices, Resampling(seed=trial)) for one in paired]
+        found = [one.compare(resample_enough(Resampling(seed=trial), slices)) for one in paired]
         [figures] = judge_slices([EvalFigures("heldout", Verdict.NON_INFERIOR, 0.03)], {"heldout": found}, margin)
         held += not Verdict(figures.verdict).accepts
     return held / trials
 
 
-def is_promoted(paired: PairedDifference, margin: float) -> bool:
+def is_promoted(paired: AcceptanceDifference, margin: float) -> bool:
     """Whether the rule promotes a draft with other weights, whatever the number of prompts."""
     compared = {BEST: Compared(paired)}
     found = judge_eval_set("heldout", [Ranked(BEST, 0.0)], compared, Margins(margin, 1), is_known=True)

@@ -8,9 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from draftworks.config.decoding import Decoding
-from draftworks.evaluation.ladder.differences import Difference
-from draftworks.evaluation.ladder.positions import PromptsByPosition
-from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
+from draftworks.evaluation.ladder.prompt_acceptance import Difference, PromptAcceptance, PromptsByPosition, micro_mean
 from draftworks.evaluation.result import EvalResult
 
 TIMED_FIELDS = ("seconds", "plain_seconds", "tokens", "plain_tokens")

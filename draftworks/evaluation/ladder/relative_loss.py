@@ -16,10 +16,10 @@ from draftworks.evaluation.ladder.statistics import (
     AcceptanceRatio,
     Resampling,
     compute_student_quantile,
+    drop_rounding,
     find_interval,
     select_measured,
 )
-from draftworks.evaluation.ladder.statistics.intervals import drop_rounding
 
 Verdict = Literal["passed", "refused", "undecided"]
 

@@ -19,9 +19,13 @@ from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.supervision import token_mean_label_mask
-from draftworks.evaluation.ladder.differences import AnswerTrace
-from draftworks.evaluation.ladder.positions import PlacedPass, split_by_position
-from draftworks.evaluation.ladder.prompt_acceptance import Pass, PromptAcceptance
+from draftworks.evaluation.ladder.prompt_acceptance import (
+    AnswerTrace,
+    Pass,
+    PlacedPass,
+    PromptAcceptance,
+    split_by_position,
+)
 from draftworks.features.contracts import TrainBatch
 
 

@@ -13,7 +13,7 @@ from draftworks.data.token_rows import TokenRow
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.replay import find_answer_spans
-from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired
 from draftworks.sglang.server_counters import SpeculatedAnswer
 
 SERVER_METRIC = "rung6_server_acc_len"
@@ -60,7 +60,7 @@ class WalkAgreement:
         tolerance: difference that is allowed whatever the interval says.
     """
 
-    paired: PairedDifference
+    paired: AcceptanceDifference
     equal_samples: int
     tolerance: float
 
@@ -155,7 +155,7 @@ def compare_with_walk(
     Raises:
         DataError: no sample has a pass in both.
     """
-    paired = paired_difference(served, walk, resampling=resampling)
+    paired = compare_paired(served, walk, resampling)
     walked = {prompt.sample_id: prompt for prompt in walk}
     both = [(one, walked[one.sample_id]) for one in served if one.sample_id in walked]
     equal = sum(_counts(one) == _counts(other) for one, other in both)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from draftworks.config.decoding import GREEDY, AcceptanceRule, Decoding
@@ -11,10 +11,10 @@ from draftworks.config.server_rules import describe_servers
 from draftworks.errors import ConfigError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import (
+    AcceptanceDifference,
     AcceptanceSummary,
-    PairedDifference,
     Resampling,
-    paired_difference,
+    compare_paired,
     summarize_acceptance,
 )
 from draftworks.evaluation.report.summary import TRAINED
@@ -84,10 +84,10 @@ class BaselineComparison:
     """The trained draft compared with a baseline on the walk."""
 
     other: str
-    paired: PairedDifference
+    paired: AcceptanceDifference
 
     def to_json(self) -> dict[str, Any]:
-        return {"metric": WALK, "rung": 3, "draft": TRAINED, "other": self.other, **asdict(self.paired)}
+        return {"metric": WALK, "rung": 3, "draft": TRAINED, "other": self.other, **self.paired.to_json()}
 
 
 def get_metric_name(rung: int, decoding: Decoding = GREEDY) -> str:
@@ -127,10 +127,7 @@ def compare_on_walk(drafts: Mapping[str, DraftMeasurement], resampling: Resampli
     trained = walked.pop(TRAINED, None)
     if trained is None:
         return ()
-    return tuple(
-        BaselineComparison(name, paired_difference(trained, walk, resampling=resampling))
-        for name, walk in walked.items()
-    )
+    return tuple(BaselineComparison(name, compare_paired(trained, walk, resampling)) for name, walk in walked.items())
 
 
 def _collect_of_draft(name: str, measured: DraftMeasurement, resampling: Resampling) -> Iterable[Finding]:

@@ -6,7 +6,7 @@ Many slices are looked at, so the verdicts are Holm's: with no change at all, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -14,47 +14,32 @@ from draftworks.data.slice_columns import SLICE_COLUMNS
 from draftworks.data.slice_weights import DEFAULT_MAX_WEIGHT, SlicePlan, SliceWeight, compute_weight
 from draftworks.errors import DataError
 from draftworks.evaluation.acceptance_length import SYMBOL, format_change, format_length
-from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import (
-    Interval,
+    AcceptanceDifference,
     Resampling,
-    Tested,
     adjust_by_holm,
-    examine_paired,
-    examine_unpaired,
+    compare_paired,
+    compare_unpaired,
+)
+from draftworks.evaluation.report.comparison import (
+    MeasuredWalk,
+    explain_other_draft_tokens,
+    find_identical_samples,
 )
 
 LEAST_PROMPTS = 20
-RESAMPLES_PER_SLICE = 40
+_RESAMPLES_PER_SLICE = 40
 """2 / (resamples + 1), the smallest p-value of a bootstrap, has to be below 0.05 / slices for Holm's first step."""
 
 Compared = Literal["paired", "unpaired", "with all"]
+SliceName = tuple[str, str]
+"""Column and value."""
 
 
-@dataclass(frozen=True)
-class MeasuredPrompts:
-    """The walk of one report on one eval set, prompt by prompt.
-
-    Attributes:
-        report: name of the report.
-        draft: version of the draft's weights.
-        draft_tokens: tokens proposed per pass.
-        prompts: those with a pass, by sample id.
-        contents: digest of tokens and loss mask of every sample.
-        columns: slice columns of every sample.
-    """
-
-    report: str
-    draft: str
-    draft_tokens: int
-    prompts: Mapping[str, PromptAcceptance]
-    contents: Mapping[str, str]
-    columns: Mapping[str, Mapping[str, str]]
-    resampling: Resampling
-
-    def select(self, column: str, value: str) -> set[str]:
-        """Return the ids of the prompts of a slice."""
-        return {name for name in self.prompts if self.columns[name].get(column) == value}
+def resample_enough(resampling: Resampling, slices: int) -> Resampling:
+    """Return settings with the resamples that so many slices take: the more, the smaller a p-value has to be."""
+    return replace(resampling, resamples=max(resampling.resamples, _RESAMPLES_PER_SLICE * slices))
 
 
 @dataclass(frozen=True)
@@ -62,9 +47,9 @@ class SliceChange:
     """Accepted tokens per pass of one slice, before and now.
 
     Attributes:
-        compared: how; None with too few prompts.
         prompts: that were compared; of the new report where they are not the same prompts.
-        before, after: of the slice; `before` of all prompts where the slice is compared `with all`.
+        compared: how; None with too few prompts.
+        figures: `a` now and `b` before, which is of all prompts where the slice is compared `with all`.
         p_value: two-sided, after Holm's correction over all slices that were compared.
         verdict: fell, rose, no clear change, or too few prompts.
     """
@@ -73,42 +58,41 @@ class SliceChange:
     value: str
     prompts: int
     compared: Compared | None = None
-    before: float | None = None
-    after: float | None = None
-    interval: Interval | None = None
+    figures: AcceptanceDifference | None = None
     p_value: float | None = None
     verdict: Literal["fell", "rose", "no clear change", "too few prompts"] = "too few prompts"
 
-    @property
-    def difference(self) -> float | None:
-        return None if self.before is None or self.after is None else self.after - self.before
-
     def to_row(self) -> dict[str, str]:
         """Return the change as a row of a table."""
-        difference, interval = self.difference, self.interval
-        figures = ("", "", "", "")
-        if difference is not None and interval is not None:
-            change = format_change(difference, interval.low, interval.high, 2)
-            figures = (format_length(self.before), format_length(self.after), change, str(self.compared))
+        found, shown = self.figures, ("", "", "", "")
+        if found is not None:
+            change = format_change(found.difference, found.interval.low, found.interval.high, 2)
+            shown = (format_length(found.b), format_length(found.a), change, str(self.compared))
         names = (f"{SYMBOL} before", f"{SYMBOL} now", "difference", "compared")
         about = {"slice by": self.column, "value": self.value, "prompts": f"{self.prompts:,}"}
-        return {**about, **dict(zip(names, figures)), "verdict": self.verdict}
+        return {**about, **dict(zip(names, shown)), "verdict": self.verdict}
 
 
 class _Pair(NamedTuple):
-    """The prompts of a slice in both reports, in one order where they are the same."""
+    """The prompts of a slice in both reports."""
 
     compared: Compared
-    old: list[PromptAcceptance]
     new: list[PromptAcceptance]
+    old: list[PromptAcceptance]
+
+    def compare(self, resampling: Resampling) -> AcceptanceDifference:
+        compare = compare_paired if self.compared == "paired" else compare_unpaired
+        found = compare(self.new, self.old, resampling)
+        assert found is not None, "a measured prompt has a pass"
+        return found
 
 
 def compare_slices(
-    new: MeasuredPrompts,
-    old: MeasuredPrompts,
+    new: MeasuredWalk,
+    old: MeasuredWalk,
     columns: Sequence[str] = SLICE_COLUMNS,
     least_prompts: int = LEAST_PROMPTS,
-    only: Iterable[tuple[str, str]] | None = None,
+    only: Iterable[SliceName] | None = None,
 ) -> tuple[SliceChange, ...]:
     """Compare every slice of two reports on the walk (rung 3).
 
@@ -124,33 +108,29 @@ def compare_slices(
     Raises:
         DataError: different numbers of tokens were proposed per pass.
     """
-    if new.draft_tokens != old.draft_tokens:
-        raise DataError(
-            f"{new.draft_tokens} tokens per pass were proposed in report {new.report}, {old.draft_tokens} in {old.report}: they "
-            "do not compare. Set evaluation.draft_tokens"
-        )
+    refused = explain_other_draft_tokens(new, old, f"in report {new.report}", f"in {old.report}")
+    if refused:
+        raise DataError(refused)
+    assert new.tokens is not None, "of a report in a store"
+    assert old.tokens is not None, "of a report in a store"
+    same = find_identical_samples(new.tokens, old.tokens) if new.draft != old.draft else set[str]()
     slices = list(only) if only is not None else _list_slices(new, old, columns)
-    pairs = {each: _pair(new, old, each, least_prompts, with_all=only is None) for each in slices}
+    pairs = {each: _pair(new, old, each, same, least_prompts, with_all=only is None) for each in slices}
     known = {each: pair for each, pair in pairs.items() if pair is not None}
-    needed = RESAMPLES_PER_SLICE * max(len(known), 1)
-    resampling = replace(new.resampling, resamples=max(new.resampling.resamples, needed))
-    tests = {each: _test(pair, resampling) for each, pair in known.items()}
-    adjusted = dict(zip(tests, adjust_by_holm([one.p_value for one in tests.values()])))
-    alpha = 1 - resampling.confidence
-    found = []
+    resampling = resample_enough(new.resampling, max(len(known), 1))
+    figures = {each: pair.compare(resampling) for each, pair in known.items()}
+    adjusted = dict(zip(figures, adjust_by_holm([one.p_value for one in figures.values()])))
+    changes: list[SliceChange] = []
     for column, value in slices:
         pair = pairs[column, value]
         if pair is None:
-            found.append(SliceChange(column, value, len(new.select(column, value))))
+            changes.append(SliceChange(column, value, len(_select(new, column, value))))
             continue
-        test, p_value = tests[column, value], adjusted[column, value]
-        before, after = micro_mean(pair.old), micro_mean(pair.new)
-        assert before is not None, "a measured prompt has a pass"
-        assert after is not None
-        named = "no clear change" if p_value > alpha or after == before else "fell" if after < before else "rose"
-        compared = (pair.compared, before, after, test.interval, p_value)
-        found.append(SliceChange(column, value, len(pair.new), *compared, verdict=named))
-    return tuple(found)
+        found, p_value = figures[column, value], adjusted[column, value]
+        is_clear = p_value <= 1 - resampling.confidence and found.a != found.b
+        verdict = "no clear change" if not is_clear else "fell" if found.a < found.b else "rose"
+        changes.append(SliceChange(column, value, found.prompts, pair.compared, found, p_value, verdict))
+    return tuple(changes)
 
 
 def plan_weights(changes: Iterable[SliceChange], about: SlicePlan, max_weight: float = DEFAULT_MAX_WEIGHT) -> SlicePlan:
@@ -161,41 +141,33 @@ def plan_weights(changes: Iterable[SliceChange], about: SlicePlan, max_weight: f
     """
     weights = []
     for one in changes:
-        if one.verdict == "fell" and one.before is not None and one.after is not None:
-            weight = compute_weight(one.before, one.after, max_weight)
-            weights.append(SliceWeight(one.column, one.value, weight, one.before, one.after))
+        if one.verdict == "fell" and (found := one.figures) is not None:
+            weight = compute_weight(found.b, found.a, max_weight)
+            weights.append(SliceWeight(one.column, one.value, weight, found.b, found.a))
     return replace(about, max_weight=max_weight, weights=tuple(weights))
 
 
-def _test(pair: _Pair, resampling: Resampling) -> Tested:
-    """Return the interval of new - old and its two-sided p-value."""
-    examine = examine_paired if pair.compared == "paired" else examine_unpaired
-    return examine(pair.new, pair.old, resampling)
-
-
-def _list_slices(new: MeasuredPrompts, old: MeasuredPrompts, columns: Sequence[str]) -> list[tuple[str, str]]:
+def _list_slices(new: MeasuredWalk, old: MeasuredWalk, columns: Sequence[str]) -> list[SliceName]:
     """Return the slices of columns with more than one value in both reports together, by column and value."""
-    found: dict[str, set[str]] = {column: set() for column in columns}
-    for one in (new, old):
-        for name in one.prompts:
-            for column, value in one.columns[name].items():
-                if column in found:
-                    found[column].add(value)
-    return [(column, value) for column in columns if len(found[column]) > 1 for value in sorted(found[column])]
+    known = [one.slice_columns[name] for one in (new, old) for name in one.measured]
+    values = {column: {found[column] for found in known if column in found} for column in columns}
+    return [(column, value) for column in columns if len(values[column]) > 1 for value in sorted(values[column])]
+
+
+def _select(walk: MeasuredWalk, column: str, value: str) -> set[str]:
+    """Return the ids of the prompts of a slice."""
+    return {name for name in walk.measured if walk.slice_columns[name].get(column) == value}
 
 
 def _pair(
-    new: MeasuredPrompts, old: MeasuredPrompts, which: tuple[str, str], least: int, with_all: bool
+    new: MeasuredWalk, old: MeasuredWalk, which: SliceName, same: set[str], least: int, with_all: bool
 ) -> _Pair | None:
-    of_new, of_old = new.select(*which), old.select(*which)
-    shared = sorted(name for name in of_new & of_old if new.contents[name] == old.contents[name])
+    of_new, of_old = _select(new, *which), _select(old, *which)
+    shared, compared = of_new & of_old & same, "unpaired"
     if len(shared) >= least and new.draft != old.draft:
-        return _Pair("paired", [old.prompts[name] for name in shared], [new.prompts[name] for name in shared])
-    compared: Compared = "unpaired"
-    if with_all and not of_old:
-        compared, of_old = "with all", set(old.prompts)
+        compared, of_new, of_old = "paired", shared, shared
+    elif with_all and not of_old:
+        compared, of_old = "with all", set(old.measured)
     if min(len(of_new), len(of_old)) < max(least, 1):
         return None
-    return _Pair(
-        compared, [old.prompts[name] for name in sorted(of_old)], [new.prompts[name] for name in sorted(of_new)]
-    )
+    return _Pair(compared, [new.measured[name] for name in of_new], [old.measured[name] for name in of_old])

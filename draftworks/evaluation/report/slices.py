@@ -10,10 +10,9 @@ import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from draftworks.data.slice_columns import LENGTH
-from draftworks.data.tokenized import TokenizedSet
+from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
-from draftworks.evaluation.ladder.positions import PromptsByPosition, describe_range
-from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, PromptsByPosition, describe_range
 from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling, summarize_acceptance
 
 MISSING = "(none)"
@@ -31,29 +30,11 @@ MEASURES = {
 }
 
 
-def slice_acceptance(
-    prompts: Iterable[PromptAcceptance],
-    columns: pd.DataFrame,
-    by: Sequence[str],
-    resampling: Resampling = DEFAULT_RESAMPLING,
-) -> pd.DataFrame:
-    """Return the acceptance of every slice: a row per column and value. The slices of a column partition the prompts.
-
-    Numbers are binned at their quantiles; prompts without a value are a slice. Intervals of slices with very few
-    prompts are too narrow, so `prompts` stands in every row.
-
-    Args:
-        columns: columns of the samples, indexed by sample id.
-        by: names of the columns to slice by.
-
-    Raises:
-        DataError: a column is missing, or the index is not that of these prompts.
-    """
-    return measure_slices(iterate_slices(prompts, columns, by), resampling)
-
-
 def measure_slices(slices: Iterable[Slice], resampling: Resampling = DEFAULT_RESAMPLING) -> pd.DataFrame:
-    """Return the acceptance of each slice, a row for each; the columns of `slice_acceptance`."""
+    """Return the acceptance of each slice, a row for each: column, value and `MEASURES`.
+
+    Intervals of slices with very few prompts are too narrow, so `prompts` stands in every row.
+    """
     rows = []
     for each in slices:
         measured = summarize_acceptance(each.prompts, resampling)
@@ -72,7 +53,17 @@ class Slice(NamedTuple):
 
 
 def iterate_slices(prompts: Iterable[PromptAcceptance], columns: pd.DataFrame, by: Sequence[str]) -> Iterator[Slice]:
-    """Yield every slice; see `slice_acceptance`."""
+    """Yield every slice, by column and value. The slices of a column partition the prompts.
+
+    Numbers are binned at their quantiles; prompts without a value are a slice.
+
+    Args:
+        columns: columns of the samples, indexed by sample id.
+        by: names of the columns to slice by.
+
+    Raises:
+        DataError: a column is missing, or the index is not that of these prompts.
+    """
     prompts = list(prompts)
     _check_columns(prompts, columns, by)
     known = columns.reindex([prompt.sample_id for prompt in prompts])
@@ -87,7 +78,7 @@ def iterate_positions(walk: PromptsByPosition) -> Iterator[Slice]:
         yield Slice(POSITION, describe_range(begin), list(prompts))
 
 
-def read_sample_columns(tokens: TokenizedSet) -> pd.DataFrame:
+def read_sample_columns(tokens: Iterable[TokenRow]) -> pd.DataFrame:
     """Return the columns of the eval data, and `length` in tokens, indexed by sample id."""
     rows = [{**row.columns, "sample_id": row.sample_id, LENGTH: len(row)} for row in tokens]
     return pd.DataFrame(rows).set_index("sample_id")

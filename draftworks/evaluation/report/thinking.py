@@ -1,4 +1,4 @@
-"""One draft with thinking on and off: acceptance of each, and their difference prompt by prompt. No torch."""
+"""One draft with thinking on and off: acceptance of each, their difference, and what one draft for both costs. No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 
 from draftworks.config.mix import OFF, ON, THINKING
 from draftworks.data.conversations import Scalar
+from draftworks.data.equal_sets import MIXED
 from draftworks.data.slice_columns import THINKING_PAIR
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, sum_histograms
+from draftworks.evaluation.ladder.relative_loss import SeedPair, judge_relative_loss
 from draftworks.evaluation.ladder.statistics import (
     DEFAULT_RESAMPLING,
+    AcceptanceDifference,
     AcceptanceSummary,
-    PairedDifference,
     Resampling,
-    paired_difference,
+    compare_paired,
     summarize_acceptance,
 )
 
@@ -39,10 +41,10 @@ class ThinkingComparison:
 
     on: AcceptanceSummary
     off: AcceptanceSummary
-    paired: PairedDifference
+    paired: AcceptanceDifference
 
     def to_json(self) -> dict[str, Any]:
-        return {ON: self.on.to_json(), OFF: self.off.to_json(), "difference": asdict(self.paired)}
+        return {ON: self.on.to_json(), OFF: self.off.to_json(), "difference": self.paired.to_json()}
 
 
 def read_asked_sample(columns: Mapping[str, Scalar]) -> AskedSample | None:
@@ -85,7 +87,7 @@ def compare_thinking(
     """Compare a draft with thinking on and off; None if no prompt has a pass both ways. Arguments as `sum_by_prompt`."""
     ways = sum_by_prompt(samples, asked)
     try:
-        paired = paired_difference(ways[ON], ways[OFF], resampling)
+        paired = compare_paired(ways[ON], ways[OFF], resampling)
     except DataError:  # no prompt was measured both ways
         return None
     on, off = (summarize_acceptance(ways[way], resampling) for way in (ON, OFF))
@@ -96,3 +98,67 @@ def sum_prompt(prompt: str, samples: Sequence[PromptAcceptance]) -> PromptAccept
     """Return the counts of several samples or drafts as those of one prompt."""
     counts = {name: sum(getattr(one, name) for one in samples) for name in ("passes", "accepted", "emitted")}
     return PromptAcceptance(prompt, **counts, histogram=sum_histograms(samples))
+
+
+TRAININGS = (ON, OFF, MIXED)
+WAYS = (ON, OFF)
+WalkByWay = Mapping[str, Sequence[PromptAcceptance]]
+
+
+@dataclass(frozen=True)
+class ThinkingCost:
+    """Drafts of one training on prompts of one kind.
+
+    Attributes:
+        acceptance: of the drafts of all seeds together.
+        loss: accepted tokens per pass that are lost against the drafts trained on this kind alone, as a share, with its
+            bounds; negative where it is a gain. None for those drafts, and where they accept nothing.
+        by_seed: the loss with each seed.
+    """
+
+    training: str
+    way: str
+    acceptance: AcceptanceSummary
+    loss: float | None = None
+    low: float | None = None
+    high: float | None = None
+    by_seed: tuple[float, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "acceptance": self.acceptance.to_json(), "by_seed": list(self.by_seed)}
+
+
+def compare_trainings(
+    walks: Mapping[str, Sequence[WalkByWay]], resampling: Resampling = DEFAULT_RESAMPLING
+) -> tuple[ThinkingCost, ...]:
+    """Compare drafts trained on, off and mixed, on the same prompts; a row for each training and kind of prompt.
+
+    Losses and their bounds are those of `judge_relative_loss`: seeds count in them.
+
+    Args:
+        walks: by training, for each seed, the walk by kind of prompt.
+
+    Raises:
+        DataError: no prompt was measured with all drafts.
+    """
+    return tuple(_measure(training, way, walks, resampling) for training in TRAININGS for way in WAYS)
+
+
+def _measure(training: str, way: str, walks: Mapping[str, Sequence[WalkByWay]], resampling: Resampling) -> ThinkingCost:
+    own = [one[way] for one in walks[training]]
+    acceptance = summarize_acceptance(_join_seeds(own), resampling)
+    if training == way:
+        return ThinkingCost(training, way, acceptance)
+    alone = [one[way] for one in walks[way]]
+    pairs = [SeedPair(*both) for both in zip(alone, own, strict=True)]
+    found = judge_relative_loss(pairs, 0.0, resampling)
+    return ThinkingCost(training, way, acceptance, found.loss, found.low, found.high, found.by_seed)
+
+
+def _join_seeds(walks: Sequence[Sequence[PromptAcceptance]]) -> list[PromptAcceptance]:
+    """Return the counts of each prompt, summed over the seeds."""
+    found: dict[str, list[PromptAcceptance]] = {}
+    for walk in walks:
+        for one in walk:
+            found.setdefault(one.sample_id, []).append(one)
+    return [sum_prompt(prompt, parts) for prompt, parts in found.items()]

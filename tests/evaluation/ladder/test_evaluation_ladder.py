@@ -26,8 +26,7 @@ from draftworks.drafts.sampling import Verdict, verify
 from draftworks.drafts.strategy import Proposal
 from draftworks.evaluation.evaluator import collate_labels, count_labels
 from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, speculate
-from draftworks.evaluation.ladder.loop import DecodingLoop
-from draftworks.evaluation.ladder.prompts import Prompt
+from draftworks.evaluation.ladder.loop import DecodingLoop, Prompt
 from draftworks.evaluation.ladder.replay import replay
 
 HOT = Decoding(0.8, "rejection")

@@ -15,13 +15,13 @@ from draftworks.errors import ConfigError, DataError
 from draftworks.evaluation.ladder import statistics
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import (
+    AcceptanceDifference,
     AcceptanceSummary,
     Interval,
-    PairedDifference,
     Resampling,
     bootstrap_interval,
-    intervals,
-    paired_difference,
+    compare_paired,
+    compare_unpaired,
     summarize_acceptance,
 )
 
@@ -79,7 +79,7 @@ def test_prompts_of_two_kinds_have_the_exact_interval_of_a_share(lost: int, uppe
     """Clopper & Pearson of `lost` prompts of 100, of a table, as the loss of drafts that are equal on the others."""
     before = [of_pass_lengths(f"s{n:03}", [1] * 10) for n in range(100)]
     after = [of_pass_lengths(one.sample_id, [0] * 10) if n < lost else one for n, one in enumerate(before)]
-    found = paired_difference(after, before, Resampling(resamples=40_000))
+    found = compare_paired(after, before, Resampling(resamples=40_000))
     assert found.difference == pytest.approx(-lost / 100)
     assert found.interval.low == pytest.approx(-upper, abs=0.002)
 
@@ -116,7 +116,7 @@ def test_interval_does_not_depend_on_how_many_draws_are_held_at_once(monkeypatch
     data = simulated(33, seed=6)
     whole = bootstrap_interval(data)
     for cells in (1, 33 * 7, 33 * 1999):
-        monkeypatch.setattr(intervals, "MAX_DRAWS", cells)
+        monkeypatch.setattr(statistics, "MAX_DRAWS", cells)
         assert bootstrap_interval(data) == whole
 
 
@@ -154,21 +154,21 @@ def test_resampling_that_cannot_be_is_refused(wrong: dict) -> None:
 
 def test_draft_does_not_differ_from_itself() -> None:
     data = simulated(30, seed=9)
-    compared = paired_difference(data, list(reversed(data)))
-    assert compared == PairedDifference(0.0, Interval(0.0, 0.0, 0.95), prompts=30, only_in_a=0, only_in_b=0)
+    compared, mean = compare_paired(data, list(reversed(data))), micro_mean(data)
+    assert compared == AcceptanceDifference(mean, mean, Interval(0.0, 0.0, 0.95), p_value=1.0, prompts=30)
 
 
 def test_paired_difference_by_hand() -> None:
     a = [of_pass_lengths("x", [2, 2]), of_pass_lengths("y", [1])]
     b = [of_pass_lengths("y", [0, 1]), of_pass_lengths("x", [1, 1])]
-    assert paired_difference(a, b).difference == pytest.approx(5 / 3 - 3 / 4)
+    assert compare_paired(a, b).difference == pytest.approx(5 / 3 - 3 / 4)
     # Influences of x: (4 - 10/3) / 1.5 - (2 - 3/2) / 2, those of y the same with the other sign; t is 12.706.
-    assert paired_difference(a, b).interval.high == pytest.approx(11 / 12 + 12.706 * (4 / 9 - 1 / 4), rel=1e-3)
+    assert compare_paired(a, b).interval.high == pytest.approx(11 / 12 + 12.706 * (4 / 9 - 1 / 4), rel=1e-3)
 
 
 def test_paired_difference_changes_sign_with_the_order_of_drafts() -> None:
     a, b = simulated(40, seed=10, noise=1), simulated(40, seed=10, gain=0.05, noise=2)
-    forth, back = paired_difference(a, b), paired_difference(b, a)
+    forth, back = compare_paired(a, b), compare_paired(b, a)
     assert forth.difference < 0 < back.difference
     assert (forth.difference, forth.interval.low, forth.interval.high) == pytest.approx(
         (-back.difference, -back.interval.high, -back.interval.low)
@@ -178,7 +178,7 @@ def test_paired_difference_changes_sign_with_the_order_of_drafts() -> None:
 def test_pairing_sees_a_small_gain_that_two_intervals_do_not() -> None:
     a, b = simulated(60, seed=11, gain=0.05, noise=1), simulated(60, seed=11, noise=2)
     of_a, of_b = bootstrap_interval(a), bootstrap_interval(b)
-    paired = paired_difference(a, b)
+    paired = compare_paired(a, b)
     assert of_a.low < of_b.high
     assert paired.interval.low > 0
     unpaired = math.hypot(width(of_a), width(of_b))
@@ -188,16 +188,16 @@ def test_pairing_sees_a_small_gain_that_two_intervals_do_not() -> None:
 def test_only_prompts_measured_with_both_are_compared() -> None:
     a, b = simulated(20, seed=12, noise=1), simulated(20, seed=12, noise=2)
     b_stopped_early = [*b[2:15], of_pass_lengths("s0015", [])]
-    compared = paired_difference(a[:16], b_stopped_early)
+    compared = compare_paired(a[:16], b_stopped_early)
     assert (compared.prompts, compared.only_in_a, compared.only_in_b) == (13, 3, 0)
-    alone = paired_difference(a[2:15], b[2:15])
+    alone = compare_paired(a[2:15], b[2:15])
     assert (compared.difference, compared.interval) == (alone.difference, alone.interval)
 
 
 def test_drafts_without_a_common_prompt_are_not_compared() -> None:
     data = simulated(5, seed=13)
     with pytest.raises(DataError, match="found none among 2 and 3"):
-        paired_difference(data[:2], data[2:])
+        compare_paired(data[:2], data[2:])
 
 
 def test_summary_by_hand() -> None:
@@ -243,8 +243,8 @@ def test_an_unpaired_interval_holds_the_difference_and_is_wider_than_the_paired_
         [PromptAcceptance.from_accepted_counts(f"s{n}", [one + more] * 5, 5) for n, one in enumerate(ease)]
         for more in (1, 0)
     )
-    paired, unpaired = paired_difference(better, worse), statistics.unpaired_difference(better, worse)
+    paired, unpaired = compare_paired(better, worse), compare_unpaired(better, worse)
     assert unpaired is not None
-    assert unpaired.low < paired.difference < unpaired.high
-    assert unpaired.high - unpaired.low > 2 * (paired.interval.high - paired.interval.low)
-    assert statistics.unpaired_difference(better, []) is None
+    assert unpaired.interval.low < paired.difference < unpaired.interval.high
+    assert width(unpaired.interval) > 2 * width(paired.interval)
+    assert compare_unpaired(better, []) is None

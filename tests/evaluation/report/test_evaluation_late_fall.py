@@ -1,4 +1,4 @@
-"""A report says that a draft accepts less late in the text where that is clear, and is silent otherwise."""
+"""Acceptance by the place in the text: a draft that fails late is found to, and named in the report."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+from long_target import LongTarget, teach_draft, walk_by_position
 from report_toys import QUICK, full_report, prompts
 
-from draftworks.evaluation.ladder.positions import PromptsByPosition
-from draftworks.evaluation.report.late_fall import find_late_fall
-from draftworks.evaluation.report.markdown import render_report
+from draftworks.evaluation.ladder.prompt_acceptance import PromptsByPosition, micro_mean
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import SLICES, SLICES_PLOT
-from draftworks.evaluation.report.writing import save_report
+from draftworks.evaluation.report.writing import find_late_fall, render_report, save_report
 
 EARLY, MIDDLE, LATE = prompts(*[[3, 2]] * 6), prompts(*[[2, 2]] * 6), prompts(*[[0, 1]] * 6)
 DYING = {0: EARLY, 512: MIDDLE, 2048: LATE}
@@ -65,3 +65,33 @@ def test_the_report_has_the_ranges_in_table_picture_and_words(tmp_path: Path):
     assert Report.load(tmp_path).drafts == report.drafts
     assert "Late in the text" not in render_report(report_with({0: EARLY, 256: EARLY}))
     assert "| position" not in render_report(report_with({0: EARLY}))
+
+
+TRAINED_ON, ANSWER, WINDOW = 96, 40, 24
+
+
+@pytest.mark.parametrize(
+    ("length", "ranges"),
+    [(2048, 4), pytest.param(32_768, 8, marks=pytest.mark.long)],
+    ids=["2k", "32k"],
+)
+def test_a_draft_that_knows_short_texts_dies_late_and_one_with_a_window_lives(length: int, ranges: int):
+    torch.set_num_threads(1)
+    target = LongTarget.make()
+    samples = target.capture_long_texts(length, ANSWER)
+    dying, living = (
+        walk_by_position(teach_draft(target, TRAINED_ON, 110, window), samples) for window in (None, WINDOW)
+    )
+    assert list(dying) == list(living) == [0, *(256 * 2**power for power in range(ranges - 1))]
+    early, *late = [micro_mean(prompts) for prompts in dying.values()]
+    assert early > 2
+    assert max(late) < 0.5 * early
+    assert min(micro_mean(prompts) for prompts in living.values()) > 2
+    assert find_late_fall(living, QUICK) is None
+    report = full_report()
+    measured = replace(report.drafts["trained"], walk_by_position=dying)
+    text = render_report(replace(report, drafts={"trained": measured}))
+    assert (
+        f"**Late in the text the draft accepts less:** τ {1 + late[-1]:.2f} at {length // 2}-{length - 1}, {1 + early:.2f}"
+        in text
+    )

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftworks.data.slice_weights import SlicePlan
+from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.ladder.statistics import Resampling
-from draftworks.evaluation.report.slice_changes import (
-    MeasuredPrompts,
-    adjust_by_holm,
-    compare_slices,
-    plan_weights,
-)
+from draftworks.evaluation.ladder.statistics import Resampling, adjust_by_holm
+from draftworks.evaluation.report.comparison import MeasuredWalk
+from draftworks.evaluation.report.slice_changes import compare_slices, plan_weights
 
 ABOUT = SlicePlan("toy", "eagle3", "heldout", "new", "old", 1.0, ())
 PASSES = 20
@@ -24,19 +23,20 @@ PASSES = 20
 
 def measure(
     means: dict[str, float], draft: str, seed: int, prompts: int = 30, first: int = 0, draft_tokens: int = 5
-) -> MeasuredPrompts:
+) -> MeasuredWalk:
     """A draft that accepts Poisson numbers of tokens of these means by language, on as many prompts of each."""
     rng = np.random.default_rng(seed)
-    walk, columns = {}, {}
+    walk, tokens = [], []
     for language, mean in means.items():
         for number in range(first, first + prompts):
             total = int(rng.poisson(mean * PASSES))
             accepted = [total // PASSES + (place < total % PASSES) for place in range(PASSES)]
             name = f"{language}{number}"
-            walk[name] = PromptAcceptance.from_accepted_counts(name, accepted, total + PASSES)
-            columns[name] = {"language": language, "thinking": "on" if number % 2 else "off"}
-    contents = {name: f"tokens of {name}" for name in walk}
-    return MeasuredPrompts(f"report {seed}", draft, draft_tokens, walk, contents, columns, Resampling(resamples=400))
+            walk.append(PromptAcceptance.from_accepted_counts(name, accepted, total + PASSES))
+            columns = {"language": language, "thinking": "on" if number % 2 else "off"}
+            tokens.append(TokenRow(name, np.array([number], np.int32), np.ones(1, bool), columns))
+    names = {"report": f"report {seed}", "draft": draft}
+    return MeasuredWalk(tuple(walk), draft_tokens, Resampling(resamples=400), tokens=tokens, **names)
 
 
 def by_value(changes) -> dict[str, str]:
@@ -50,9 +50,9 @@ def test_the_slice_that_fell_is_named_with_its_figures_paired_where_prompts_are_
     assert by_value(changes) == {"de": "fell", "en": "no clear change"}
     [fallen] = [one for one in changes if one.verdict == "fell"]
     assert (fallen.compared, fallen.prompts) == ("paired", 30)
-    assert fallen.difference == pytest.approx(-0.6, abs=0.2)
-    assert fallen.interval is not None
-    assert fallen.interval.low < fallen.difference < fallen.interval.high < 0
+    found = fallen.figures
+    assert found.difference == pytest.approx(-0.6, abs=0.2)
+    assert found.interval.low < found.difference < found.interval.high < 0
     back = compare_slices(old, new, ["language"])
     assert by_value(back) == {"de": "rose", "en": "no clear change"}
 
@@ -70,7 +70,7 @@ def test_one_draft_and_new_traffic_is_compared_unpaired():
 
 def test_answers_that_were_generated_again_are_other_prompts():
     old, new = measure({"en": 2.0, "de": 2.0}, "a", 1), measure({"en": 2.0, "de": 2.0}, "b", 2)
-    again = MeasuredPrompts(**{**vars(new), "contents": {name: f"other {name}" for name in new.prompts}})
+    again = replace(new, tokens=[replace(row, input_ids=row.input_ids + 1) for row in new.tokens])
     assert {one.compared for one in compare_slices(again, old, ["language"])} == {"unpaired"}
 
 
@@ -79,7 +79,7 @@ def test_slices_with_few_prompts_or_in_one_report_only_are_listed_and_not_judged
     new = measure({"en": 0.1, "fr": 0.1}, "b", 2, prompts=19)
     changes = compare_slices(new, old, ["language"])
     assert by_value(changes) == dict.fromkeys(("de", "en", "fr"), "too few prompts")
-    assert all(one.difference is None for one in changes)
+    assert all(one.figures is None for one in changes)
     with pytest.raises(DataError, match="5 tokens per pass were proposed .* 3 in"):
         compare_slices(new, measure({"en": 2.0}, "a", 1, draft_tokens=3))
 

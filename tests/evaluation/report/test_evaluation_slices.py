@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import Resampling, summarize_acceptance
-from draftworks.evaluation.report.slices import MISSING, slice_acceptance
+from draftworks.evaluation.report.slices import MISSING, iterate_slices, measure_slices
 
 QUICK = Resampling(resamples=50)
 
@@ -24,11 +24,15 @@ def prompts_of(count: int) -> list[PromptAcceptance]:
     ]
 
 
+def slice_acceptance(prompts: list[PromptAcceptance], columns: pd.DataFrame, by: list[str], resampling=QUICK):
+    return measure_slices(iterate_slices(prompts, columns, by), resampling)
+
+
 def by_one(values: list, **options) -> pd.DataFrame:
     """Slice as many prompts by a column of these values."""
     prompts = prompts_of(len(values))
     columns = pd.DataFrame({"it": values}, index=[prompt.sample_id for prompt in prompts], **options)
-    return slice_acceptance(prompts, columns, ["it"], QUICK)
+    return slice_acceptance(prompts, columns, ["it"])
 
 
 def sizes(table: pd.DataFrame) -> dict[str, int]:
@@ -44,7 +48,7 @@ def test_slices_by_hand() -> None:
     columns = pd.DataFrame(
         {"task": ["code", "chat", "code"], "language": ["de", "en", "en"], "unused": 0}, index=list("abc")
     )
-    table = slice_acceptance(prompts, columns, ["task", "language"])
+    table = slice_acceptance(prompts, columns, ["task", "language"], Resampling())
     assert table.columns.tolist() == [
         "column",
         "value",
@@ -73,7 +77,7 @@ def test_slices_by_hand() -> None:
 def test_slice_has_the_numbers_of_its_own_summary() -> None:
     prompts = prompts_of(20)
     columns = pd.DataFrame({"half": ["x", "y"] * 10}, index=[prompt.sample_id for prompt in prompts])
-    table = slice_acceptance(prompts, columns, ["half"], QUICK).set_index("value")
+    table = slice_acceptance(prompts, columns, ["half"]).set_index("value")
     for value, members in (("x", prompts[::2]), ("y", prompts[1::2])):
         expected = summarize_acceptance(members, QUICK)
         found = table.loc[value]
@@ -141,12 +145,12 @@ def test_numbers_beside_nulls_in_an_object_column_are_numbers() -> None:
 
 def test_prompts_that_the_columns_do_not_know_are_a_slice_of_their_own() -> None:
     columns = pd.DataFrame({"task": ["code", "chat"]}, index=["s01", "elsewhere"])
-    assert sizes(slice_acceptance(prompts_of(3), columns, ["task"], QUICK)) == {"code": 1, MISSING: 2}
+    assert sizes(slice_acceptance(prompts_of(3), columns, ["task"])) == {"code": 1, MISSING: 2}
 
 
 def test_slice_without_a_pass_is_there_without_a_ratio() -> None:
     columns = pd.DataFrame({"task": ["code"]}, index=["empty"])
-    table = slice_acceptance([PromptAcceptance.from_accepted_counts("empty", [], 0)], columns, ["task"], QUICK)
+    table = slice_acceptance([PromptAcceptance.from_accepted_counts("empty", [], 0)], columns, ["task"])
     assert table[["prompts", "passes"]].values.tolist() == [[1, 0]]
     assert table[["micro", "macro", "low", "high"]].isna().all(axis=None)
 

@@ -1,4 +1,4 @@
-"""Tables for terminals: whatever is in them and however narrow it is, no word and no digest is broken or lost."""
+"""Tables for a terminal of any width, and in Markdown: no word is broken, and no cell breaks the table."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.evaluation.report import text_tables
+from draftworks.evaluation.report.pages import render_table
 from draftworks.evaluation.report.text_tables import SHORT_DIGEST, TextTable, render_text_table
 
 WORD = st.text(
@@ -78,3 +79,27 @@ def test_a_file_gets_the_whole_table(capsys: pytest.CaptureFixture[str]):
 def test_no_text_is_taken_for_markup():
     table = TextTable("[bold]t[/]", ("a",), (("[red]x",), ("[/nothing]",)))
     assert re.findall(r"\S+", render_text_table(table, 80)) == ["[bold]t[/]", "a", "-" * 10, "[red]x", "[/nothing]"]
+
+
+def lines_of(text: str) -> list[str]:
+    return re.sub(" +", " ", text).splitlines()
+
+
+def test_columns_are_the_keys_in_the_order_in_which_they_first_occur() -> None:
+    lines = lines_of(render_table([{"a": 1, "b": 2}, {"c": 3, "a": None}]))
+    assert (lines[0], lines[2:]) == ("| a | b | c |", ["| 1 | 2 | |", "| None | | 3 |"])
+
+
+def test_no_text_breaks_the_table() -> None:
+    lines = lines_of(render_table([{"a": "x|y\nz", "b": "0.10"}]))
+    assert lines[2:] == ["| x\\|y z | 0.10 |"]
+
+
+def test_long_cells_are_cut_only_where_that_is_asked_for() -> None:
+    assert lines_of(render_table([{"a": "l" * 50}]))[2] == f"| {'l' * 50} |"
+    assert lines_of(render_table([{"a": "l" * 50}], max_cell_length=40))[2] == f"| {'l' * 39}… |"
+
+
+def test_without_a_row_there_is_a_header_or_nothing() -> None:
+    assert render_table([]) == ""
+    assert lines_of(render_table([], ("a", "b")))[0] == "| a | b |"

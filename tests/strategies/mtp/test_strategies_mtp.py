@@ -20,10 +20,9 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.evaluation.evaluator import Evaluator
-from draftworks.evaluation.ladder.loop import DecodingLoop
-from draftworks.evaluation.ladder.prompts import Prompt
+from draftworks.evaluation.ladder.loop import DecodingLoop, Prompt
 from draftworks.evaluation.ladder.replay import forward_with_replay, replay_all
-from draftworks.evaluation.reported_metrics import make_example_metrics
+from draftworks.evaluation.result import make_example_metrics
 from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors
 from draftworks.storage.regular_files import read_json

@@ -16,8 +16,7 @@ import pytest
 from eval_cache_producer import CONFIG, FILES, generation_in, inputs_of, writer
 
 from draftworks.errors import StoreError
-from draftworks.evaluation.cache.eval_cache import EvalCache
-from draftworks.evaluation.cache.eval_config import EvalConfig
+from draftworks.evaluation.eval_cache import EvalCache, EvalConfig
 from draftworks.storage.identity import digest
 
 META = "eval_cache_meta.json"
@@ -299,5 +298,5 @@ def test_paths_of_any_script_are_recorded(cache: EvalCache):
 
 
 def test_the_cache_imports_no_torch():
-    code = "import sys, draftworks.evaluation.cache.eval_cache; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    code = "import sys, draftworks.evaluation.eval_cache; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

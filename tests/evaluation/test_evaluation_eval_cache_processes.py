@@ -18,7 +18,7 @@ import pytest
 from eval_cache_producer import CONFIG, GO, LOG, generation_in, inputs_of, writer
 from kill_points import killed_before
 
-from draftworks.evaluation.cache.eval_cache import EvalCache
+from draftworks.evaluation.eval_cache import EvalCache
 
 KILLS = 6
 LAST = 10**6

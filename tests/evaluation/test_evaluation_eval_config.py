@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError
-from draftworks.evaluation.cache.eval_config import EvalConfig
+from draftworks.evaluation.eval_cache import EvalConfig
 
 CONFIG = EvalConfig(
     eval_data_path="evals/chat.jsonl",
