@@ -48,6 +48,8 @@ def select_tests(root: Path, changed: Iterable[str]) -> list[str]:
 
 def _select(root: Path, imports: ImportMap, file: Path) -> Iterator[str]:
     top, inner = file.parts[0], file.parts[1:-1]
+    if file.suffix == ".j2":  # a page, by the module of its name beside it
+        file = file.with_name(f"{file.name.split('.')[0]}.py")
     if file.suffix == ".py" and top in PRODUCT:
         yield from (
             test for stage in imports.order_stages(str(file)) if stage.name in OWN_STAGES for test in stage.files

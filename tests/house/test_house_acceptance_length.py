@@ -75,6 +75,16 @@ def test_only_the_acceptance_length_is_shown():
     assert refused == set()
 
 
+def test_templates_show_it_by_its_filters():
+    """Their code has names of figures, which are formatted by `tau` and `measured`."""
+    for path in ROOT.glob("draftworks/**/*.j2"):
+        text = path.read_text()
+        words = re.sub(r"\{[{%].*?[%}]\}", "", text, flags=re.DOTALL)
+        assert [each for each in (STORED, IN_WORDS, NAMED_ALIKE) if each.search(words)] == [], path
+        shown = [each for each in re.findall(r"\{\{(.*?)\}\}", text) if FIGURES & set(re.findall(r"\w+", each))]
+        assert all("| tau" in each or "| measured" in each for each in shown), path
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -36,6 +36,7 @@ def checkout(tmp_path: Path) -> Path:
     ("changed", "expected"),
     [
         ("sensors/alarm.py", ["tests/sensors/test_sensors_alarm.py", "tests/sensors/test_sensors_rest.py"]),
+        ("sensors/alarm.md.j2", ["tests/sensors/test_sensors_alarm.py", "tests/sensors/test_sensors_rest.py"]),
         ("jobs/ring.py", ["tests/jobs/test_jobs_ring.py", "tests/jobs/test_jobs_rest.py"]),
         ("tests/toys/bell.py", ["tests/jobs/test_jobs_ring.py"]),
         ("tests/jobs/test_jobs_rest.py", ["tests/jobs/test_jobs_rest.py"]),

@@ -31,8 +31,10 @@ def test_no_message_or_page_has_the_name_of_a_class_for_a_word():
     assert found == {}
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_document_has_the_name_of_a_class_for_a_word(path):
+@pytest.mark.parametrize(
+    "path", [*documents(), *sorted(ROOT.glob("draftworks/**/*.j2"))], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_no_document_or_template_has_the_name_of_a_class_for_a_word(path):
     assert find_own_names(path.read_text()) == set()
 
 
