@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
@@ -140,7 +140,6 @@ def find_entry_problem(folder: Path, config: EvalConfig, inputs: Mapping[str, st
     return "; ".join(describe_changes(inputs, meta.inputs, "{name} changed from {found} to {expected}")) or None
 
 
-T = TypeVar("T")
 Producer = Callable[[Path], object]
 """Fills the empty folder it is given."""
 
@@ -201,7 +200,7 @@ class EvalCache:
     ) -> Path | None:
         """Return the folder of a config's entry if its files exist with their sizes, else None.
 
-        The entry may be replaced while its path is in use; `read` is safe from that.
+        The entry may be replaced while its path is in use.
 
         Args:
             inputs: the inputs it must have been made from; None for any.
@@ -214,26 +213,6 @@ class EvalCache:
         if verify and finding.problem is not None:
             raise _damaged_entry_error(finding.problem)
         return self.dir_for(config) if finding.is_usable else None
-
-    def read(self, config: EvalConfig, read: Callable[[Path], T]) -> T | None:
-        """Return the result of `read(folder)` for a config's entry; None without an entry.
-
-        `read` sees the files of one entry: if it is replaced meanwhile, `read` is called again with the new one.
-
-        Raises:
-            StoreError: a file of the entry is missing, truncated or altered.
-        """
-
-        def read_intact(folder: Path) -> T:
-            problem = find_entry_problem(folder, config, None, verify=True)
-            if problem is not None:
-                raise _damaged_entry_error(problem)
-            return read(folder)
-
-        try:
-            return read_undisturbed(self.dir_for(config), read_intact)
-        except FolderMissing:
-            return None
 
     def get_or_produce(
         self, config: EvalConfig, produce: Producer, inputs: Mapping[str, str], *, rebuild: bool = True

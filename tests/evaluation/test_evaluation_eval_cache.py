@@ -145,7 +145,6 @@ def test_a_damaged_entry_is_named_and_produced_again(cache: EvalCache, name: str
     damage(path)
     for ask in (
         lambda: cache.try_get(CONFIG, verify=True),
-        lambda: cache.read(CONFIG, never),
         lambda: cache.get_or_produce(CONFIG, never, inputs_of(0), rebuild=False),
     ):
         with pytest.raises(StoreError, match=f"{path}.*{problem}"):
@@ -211,32 +210,6 @@ def test_who_loses_a_race_to_an_entry_of_other_inputs_is_told(cache: EvalCache, 
     winner = EvalCache(tmp_path / "winner").get_or_produce(CONFIG, writer(1), inputs_of(1)).path
     with pytest.raises(StoreError, match="does not fit: eval_data changed from data-1 to data-0"):
         cache.get_or_produce(CONFIG, lambda _: shutil.copytree(winner, cache.dir_for(CONFIG)), inputs_of(0))
-
-
-def test_a_reader_of_an_entry_that_is_replaced_meanwhile_reads_the_new_one(cache: EvalCache):
-    cache.get_or_produce(CONFIG, writer(1), inputs_of(1))
-    begun = []
-
-    def read(folder: Path) -> str:
-        first = (folder / "refs.jsonl").read_text()
-        begun.append(first)
-        if len(begun) == 1:
-            cache.get_or_produce(CONFIG, writer(2), inputs_of(2))
-        return first + (folder / "manifest.json").read_text()
-
-    assert cache.read(CONFIG, read) == "2\n" * 40
-    assert len(begun) == 2
-
-
-def test_a_reader_of_an_entry_that_is_invalidated_meanwhile_reads_none(cache: EvalCache):
-    cache.get_or_produce(CONFIG, writer(1), inputs_of(1))
-    assert cache.read(CONFIG, lambda folder: [cache.invalidate(CONFIG), (folder / "refs.jsonl").read_text()]) is None
-
-
-def test_the_error_of_a_reader_is_its_own(cache: EvalCache):
-    cache.get_or_produce(CONFIG, writer(1), inputs_of(1))
-    with pytest.raises(FileNotFoundError, match=r"nothing\.json"):
-        cache.read(CONFIG, lambda folder: (folder / "nothing.json").read_text())
 
 
 @pytest.mark.parametrize("below", [".", "deeper/still"])
