@@ -1,4 +1,4 @@
-"""Conversations: identified by their content, stored as Parquet."""
+"""Conversations: identified by their content, split by their prompt, stored as Parquet."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import pyarrow.parquet as pq
 
 from draftworks.data.split import digest_prompt, hash_fraction
 from draftworks.errors import DataError, StoreError
-from draftworks.storage.atomic import publish_file, publish_json
+from draftworks.storage.artifacts import FileManifest
+from draftworks.storage.files import publish_file, publish_json, read_json
 from draftworks.storage.identity import canonical_json, digest, file_digest
-from draftworks.storage.manifest import FileManifest
-from draftworks.storage.regular_files import read_json
 
 ROLES = ("system", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -13,9 +13,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftworks.config.draft_config import WEIGHTS
+from draftworks.config.draft_options import WEIGHTS
 from draftworks.config.run_files import TOKENS_FOLDER
-from draftworks.data.slice_columns import LENGTH
+from draftworks.data.slices import LENGTH
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.statistics import (
     AcceptanceDifference,
@@ -28,7 +28,7 @@ from draftworks.evaluation.ladder.statistics import (
 from draftworks.evaluation.report.comparison import MeasuredWalk, SliceDifference, WalkPair, explain_other_draft_tokens
 from draftworks.fleet.compared_drafts import ComparedDraft, ReportPair, ReportPlace, choose_reports
 from draftworks.storage.artifacts import Artifact
-from draftworks.storage.asset_names import (
+from draftworks.storage.names import (
     CONVERSATIONS,
     RESPONSES,
     TOKENIZED_TRAIN,

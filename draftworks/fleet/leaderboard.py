@@ -27,11 +27,10 @@ from draftworks.evaluation.report.pages import render_table
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
 from draftworks.fleet.staleness import Subject, TrainedDraft
 from draftworks.storage.artifacts import Artifact, ArtifactStore, ReadOnceStore
-from draftworks.storage.asset_names import of_eval_set, of_strategy
-from draftworks.storage.atomic import publish_file
-from draftworks.storage.data_records import ConversationsIdentity, EvalSetIdentity
+from draftworks.storage.files import publish_file
 from draftworks.storage.identity import FileDigests, ReadOnceDigests
-from draftworks.storage.records import ReportIdentity
+from draftworks.storage.names import of_eval_set, of_strategy
+from draftworks.storage.records import ConversationsIdentity, EvalSetIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT, ReadOnceRegistry, Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import identify_eval_data

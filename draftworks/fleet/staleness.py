@@ -13,13 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from draftworks.config.draft_config import read_draft_config
+from draftworks.config.draft_options import read_draft_config
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import (
+from draftworks.storage.identity import FileDigests, canonical_json, digest
+from draftworks.storage.names import (
     CONVERSATIONS,
     HELDOUT_RESPONSES,
     RESPONSES,
@@ -27,14 +28,14 @@ from draftworks.storage.asset_names import (
     of_eval_set,
     of_strategy,
 )
-from draftworks.storage.data_records import (
+from draftworks.storage.records import (
     AnswersIdentity,
     ConversationsIdentity,
+    DraftIdentity,
     EvalFeaturesIdentity,
     EvalSetIdentity,
+    ReportIdentity,
 )
-from draftworks.storage.identity import FileDigests, canonical_json, digest
-from draftworks.storage.records import DraftIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT, Registry, apply_overrides
 from draftworks.targets.training_data import digest_training_data, find_training_files
 

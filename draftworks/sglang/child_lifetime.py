@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from multiprocessing import spawn
 from pathlib import Path
 
-from draftworks.distributed import parent_death
 from draftworks.sglang.api_key import take_key_arguments
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
-from draftworks.distributed import parent_death
+from draftworks.distributed import stop_signals
 from draftworks.errors import ConfigError, EngineError
 from draftworks.sglang import api_key, child_lifetime
 from draftworks.sglang.environment import LAUNCHER_VARIABLES, link_package, require_capturing, require_version
@@ -234,7 +234,7 @@ class SGLangServer:
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [*parent_death.build_shim_command(), *command],
+                [*stop_signals.build_shim_command(), *command],
                 env=self._build_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from draftworks.config.registry_files import DataSpec
 from draftworks.data.conversations import Conversation, Turn
-from draftworks.data.mix import choose_parts
-from draftworks.data.slice_columns import THINKING_PAIR, read_asked_thinking
-from draftworks.data.slice_shares import SliceShares, select_shared
-from draftworks.data.slice_weights import SlicePlan, SliceWeight
+from draftworks.data.prepare import SliceShares, choose_parts, select_shared
+from draftworks.data.slices import THINKING_PAIR, SlicePlan, SliceWeight, read_asked_thinking
 from draftworks.data.split import is_held_out
 from draftworks.errors import DataError
 

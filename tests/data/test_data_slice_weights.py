@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from draftworks.config.registry_files import DataSpec
 from draftworks.data.conversations import Conversation, Turn, select
-from draftworks.data.mix import choose_parts
-from draftworks.data.slice_weights import (
+from draftworks.data.prepare import choose_parts
+from draftworks.data.slices import (
     LARGEST_WEIGHT,
     SlicePlan,
     SliceWeight,

@@ -9,7 +9,7 @@ import pytest
 from json_server import Reply, Request, json_server
 from waiting import HANG_S
 
-from draftworks.endpoints.chat_client import ChatClient, Completion
+from draftworks.capture.answers.endpoint import ChatClient, Completion
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
 
 KEY = "sk-very-secret-1234"

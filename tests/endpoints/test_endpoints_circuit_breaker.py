@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from draftworks.endpoints.circuit_breaker import BreakerState, CircuitBreaker
+from draftworks.capture.answers.load_balancer import BreakerState, CircuitBreaker
 
 
 class Clock:

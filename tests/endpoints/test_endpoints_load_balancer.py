@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from waiting import HANG_S
 
-from draftworks.endpoints.circuit_breaker import BreakerState, CircuitBreaker
-from draftworks.endpoints.load_balancer import LoadBalancer
+from draftworks.capture.answers.load_balancer import BreakerState, CircuitBreaker, LoadBalancer
 from draftworks.errors import CaptureError, EngineError, PassingTroubleError
 
 

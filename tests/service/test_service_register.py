@@ -14,8 +14,7 @@ from kill_points import killed_before
 from service_toys import STRATEGY, TARGET, record, served
 
 from draftworks.errors import StoreError
-from draftworks.service.record import Canary, InService
-from draftworks.service.register import RECORD, ConflictError, ServiceRegister
+from draftworks.service.register import Canary, ConflictError, InService, ServiceRegister
 
 MAX_CHANGES = 200
 

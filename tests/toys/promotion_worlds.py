@@ -17,9 +17,8 @@ from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, mic
 from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired
 from draftworks.evaluation.report.comparison import PairedSlice
 from draftworks.evaluation.report.slice_changes import resample_enough
-from draftworks.service.record import EvalFigures
-from draftworks.service.rule import Compared, Margins, Ranked, Verdict, judge_eval_set
-from draftworks.service.slice_rule import judge_slices
+from draftworks.service.register import EvalFigures
+from draftworks.service.rule import Compared, Margins, Ranked, Verdict, judge_eval_set, judge_slices
 
 TOKENS_PER_PASS = 6
 POPULATION = 10_000

@@ -1,4 +1,4 @@
-"""The redaction hook: rows go to a command as JSONL and come back as JSONL, line by line.
+"""Redaction of served prompts: secrets that are always taken out, and the hook of the deployment.
 
 A row is `{"messages": [{"role": …, "content": …}, …], "source": …}`. The hook may change contents and source, and drops a
 row by answering `null`. Nothing that it prints to stderr is kept, and no error quotes a row.
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from draftworks.config.served import RedactionSpec
+from draftworks.config.data import RedactionSpec
 from draftworks.data.conversations import Turn
 from draftworks.data.served.shapes import MAX_SOURCE_LENGTH, is_unicode
 from draftworks.errors import DataError
-from draftworks.storage.regular_files import parse_json
+from draftworks.storage.files import parse_json
 
 MAX_GROWTH = 4
 """An answer may be this many times as long as the rows, and SLACK_BYTES; more ends the hook."""

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from draftworks.config.decoding import Decoding
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.validation import describe_validation_error
-from draftworks.data.token_rows import TokenRow
+from draftworks.config.strict_yaml import describe_validation_error
+from draftworks.data.tokenized import TokenRow
 from draftworks.distributed.collectives import broadcast_from_rank_0, gather_from_ranks, get_rank, get_world_size
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import DraftworksError, StoreError
@@ -29,10 +29,8 @@ from draftworks.evaluation.ladder.decoding import DecodingLimits, add_gap, decod
 from draftworks.evaluation.ladder.measurement import LoopMeasurement, TimingContext
 from draftworks.evaluation.ladder.prompt_acceptance import AnswerTrace, Difference, PromptAcceptance, first_difference
 from draftworks.evaluation.ladder.replay import find_answer_spans
-from draftworks.storage.atomic import publish_json
-from draftworks.storage.changes import describe_changes
+from draftworks.storage.files import MAX_JSON_BYTES, describe_changes, publish_json, read_bytes
 from draftworks.storage.identity import LayerTap, digest
-from draftworks.storage.regular_files import MAX_JSON_BYTES, read_bytes
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from draftworks.config.run_files import TOKENS_FOLDER
-from draftworks.data.slice_columns import select_slice_columns
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import TokenizedSet
+from draftworks.data.slices import select_slice_columns
+from draftworks.data.tokenized import TokenizedSet, TokenRow
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, PromptsByPosition, describe_range
 from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired, select_measured
@@ -27,7 +26,7 @@ from draftworks.evaluation.report.slices import POSITION, iterate_slices, read_s
 from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
 from draftworks.evaluation.report.tables import PromptsByRung, read_prompts, select_walk_by_position
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import of_eval_set
+from draftworks.storage.names import of_eval_set
 from draftworks.storage.records import ReportIdentity
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import HELDOUT

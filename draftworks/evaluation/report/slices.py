@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from draftworks.data.slice_columns import LENGTH
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.slices import LENGTH
+from draftworks.data.tokenized import TokenRow
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, PromptsByPosition, describe_range
 from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling, summarize_acceptance

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftworks.config.decoding import GREEDY
-from draftworks.config.server_rules import describe_servers
+from draftworks.config.decoding import GREEDY, describe_servers
 from draftworks.evaluation.acceptance_length import SYMBOL, format_length, name_metric
 from draftworks.evaluation.labels import NEAR_TIE
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
@@ -45,8 +44,8 @@ from draftworks.evaluation.report.tables import (
     select_slices_to_show,
 )
 from draftworks.evaluation.strategy_metrics import RATES_RULE, describe_contexts, describe_rules
-from draftworks.storage.atomic import publish_file, publish_json
-from draftworks.storage.manifest import FileManifest
+from draftworks.storage.artifacts import FileManifest
+from draftworks.storage.files import publish_file, publish_json
 
 MAX_SHOWN_DIFFERENCES = 12
 MAX_CELL_LENGTH = 40

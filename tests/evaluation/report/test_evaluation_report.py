@@ -33,7 +33,7 @@ from draftworks.evaluation.report.summary import (
     RungScore,
 )
 from draftworks.evaluation.report.writing import save_report
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.files import publish_json
 
 RUNGS = {
     (2, 0.0): "rung2_block_acc_len",
