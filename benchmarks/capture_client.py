@@ -30,7 +30,7 @@ from draftworks.capture.engines.sglang_hosts import SGLangHost
 from draftworks.capture.session import capture_missing
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.errors import EngineError
 from draftworks.sglang.client import GenerateRequest, Generation
 from draftworks.sglang.parts import Part

@@ -34,8 +34,7 @@ from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.fsdp_backend import FSDPTrainingBackend
 from draftworks.training.history import History
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule
-from draftworks.training.progress import TrainingProgress
-from draftworks.training.resume import Checkpointer, read_resume_state
+from draftworks.training.resume import Checkpointer, TrainingProgress, read_resume_state
 from draftworks.training.snapshot import WEIGHTS
 
 BYTES_PER_PARAMETER = 12  # fp32 weights and two moments

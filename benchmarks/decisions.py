@@ -31,16 +31,15 @@ from draftworks.decision.fleet_state import FleetReader
 from draftworks.decision.record import Choice, Costs, Decision, EvalLoss, Margins, Reference, save_decision
 from draftworks.evaluation.report.summary import SCHEMA_VERSION
 from draftworks.fleet.leaderboard import Fleet
-from draftworks.service.record import InService, ServedDraft
-from draftworks.service.register import RECORD, ServiceRegister
+from draftworks.service.register import REGISTER, InService, ServedDraft, ServiceRegister
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.files import publish_json
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import identify_eval_data
 from sensors.acting import Tick, explain_tick, group_reasons
-from sensors.series import SeriesCursor
+from sensors.running_targets import SeriesCursor
 
 HOURS = 4.0
 SHAPE = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
@@ -130,7 +129,7 @@ def make_target(registry: Registry, digests: FileDigests, name: str, loss: float
     record = InService(1, name, "eagle3", "promote", draft, None, None, "me", when, "")
     folder = ServiceRegister(artifacts.root, name, "eagle3").folder
     folder.mkdir(parents=True)
-    publish_json(folder / RECORD, record.to_json())
+    publish_json(folder / REGISTER, record.to_json())
     figure = EvalLoss(
         "heldout", Choice.RETRAIN, Reference.SAME_PROMPTS, served, 2.0, 2 + loss, loss, loss, loss, 50, 50
     )

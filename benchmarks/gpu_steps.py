@@ -13,10 +13,9 @@ from draftworks.config.base import Dtype
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
-from draftworks.training.compiling import compile_blocks
 from draftworks.training.fsdp_backend import FSDPTrainingBackend
 from draftworks.training.optimizer import StepResult, TrainerCore
-from draftworks.training.trainer import make_optimizer, make_plan
+from draftworks.training.trainer import compile_blocks, make_optimizer, make_plan
 
 CONTEXT = StepContext(global_step=1, total_steps=4, training=True)
 """A step at which both losses of Domino have the same weight."""

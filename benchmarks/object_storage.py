@@ -31,7 +31,7 @@ from random_training import write_random_training
 from rich.console import Console
 from rich.table import Table
 
-from draftworks.config.object_storage import BucketAccess, ObjectFeaturesSpec
+from draftworks.config.features import BucketAccess, ObjectFeaturesSpec
 from draftworks.config.run_files import StoreSpec, TrainRun
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import read_feature_set

@@ -32,7 +32,7 @@ from draftworks.capture.session import capture_missing
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.dataflow.watermark import Watermark

@@ -21,8 +21,8 @@ import typer
 import yaml
 
 from draftworks.evaluation.report.markdown_tables import render_table
+from draftworks.planning.plan import StepActual, compare_plan, load_plan
 from draftworks.planning.plan_table import format_seconds
-from draftworks.planning.saved_plan import StepActual, compare_plan, load_plan
 from draftworks.planning.subject import PlanSubject
 from draftworks.targets.registry import Registry
 

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftworks.capture.engines.hf import HFTargetEngine, load_hf_engine
-from draftworks.capture.probe.stream_difference import KnownStream, build_known_streams, compare_stream
+from draftworks.capture.probe.probe import KnownStream, build_known_streams, compare_stream
 from draftworks.capture.probe.streamed_forward import StreamedTarget
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles

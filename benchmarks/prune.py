@@ -20,9 +20,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from draftworks.config.retention import RetentionSpec
-from draftworks.retention.place import Place
-from draftworks.retention.removable import RemovalPlan, plan_removal
+from draftworks.config.operations import RetentionSpec
+from draftworks.retention.removable import Place, RemovalPlan, plan_removal
 from draftworks.retention.removal import remove_items
 from draftworks.retention.survey import survey
 from draftworks.storage.identity import digest

@@ -9,8 +9,7 @@ import torch
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import FeatureSet, StoreSpec, TargetFiles, TrainRun
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import TokenizedSet, write_tokens
+from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore

@@ -22,7 +22,7 @@ import torch
 import typer
 from scaling_model import Plant, simulate
 
-from draftworks.config.object_storage import BucketAccess, ObjectFeaturesSpec
+from draftworks.config.features import BucketAccess, ObjectFeaturesSpec
 from draftworks.config.run_files import StoreSpec
 from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore, SampleRef
 from draftworks.features.open_store import open_store

@@ -29,10 +29,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
 from draftworks.capture.session import capture_missing
+from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
-from draftworks.config.sglang import SGLangSpec
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.storage.identity import LayerTap
 

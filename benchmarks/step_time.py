@@ -39,8 +39,8 @@ from train_step import STRATEGIES, Case, made_up_options, prepare_samples, take_
 
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.features.contracts import TrainBatch
-from draftworks.training.compiling import compile_blocks
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule
+from draftworks.training.trainer import compile_blocks
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.mv, aten.addmv)

@@ -28,8 +28,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from draftworks.config.features import StreamingSpec, WatermarkSpec
 from draftworks.config.run_files import CaptureRun, ProduceRun, RunFile, StoreSpec, StreamPlace, TrainRun
-from draftworks.config.streaming import StreamingSpec, WatermarkSpec
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.drafts.draft_io import read_draft_config

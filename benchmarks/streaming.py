@@ -19,9 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from draftworks.config.features import StoreKind
+from draftworks.config.features import StoreKind, StreamingSpec
 from draftworks.config.run_files import StoreSpec, StreamPlace, TrainRun
-from draftworks.config.streaming import StreamingSpec
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.programs.program import ProgramContext

@@ -19,8 +19,7 @@ import torch
 import typer
 from figures import format_table
 
-from draftworks.config.decoding import AcceptanceRule, Decoding
-from draftworks.config.loop import LoopSpec
+from draftworks.config.decoding import AcceptanceRule, Decoding, LoopSpec
 from draftworks.config.run_files import EvaluateRun, TrainRun
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext

@@ -94,8 +94,7 @@ def serve(case: Case) -> None:
     """Serve steps; rank 0 is asked for them, and asks the others."""
     import torch
 
-    from draftworks.distributed.collectives import get_rank, max_over_ranks
-    from draftworks.distributed.process_group import open_process_group
+    from draftworks.distributed.collectives import get_rank, max_over_ranks, open_process_group
     from draftworks.training.backend import ensure_process_group
 
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """What state Dagster's instance and the code location are in, for `draftworks doctor`.
 
-    python -m jobs.instance_report REGISTRY    prints a JSON object per line, see `draftworks.preflight.installation.probes`
+    python -m jobs.instance_report REGISTRY    prints a JSON object per line, see `draftworks.preflight.installation.machine_probes`
 
 Nothing is written: an instance without a database is not opened, since opening would create one.
 """
@@ -20,7 +20,7 @@ import dagster as dg
 from dagster._core.instance.ref import InstanceRef
 
 from draftworks.errors import DraftworksError
-from draftworks.preflight.installation.probes import Line
+from draftworks.preflight.installation.machine_probes import Line
 from draftworks.storage.words import format_count, list_names
 from draftworks.targets.registry import Registry
 from jobs.instance_problems import describe_instance_problem

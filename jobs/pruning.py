@@ -17,8 +17,7 @@ class PruneConfig(dg.Config):
 
 @dg.op(description="Remove results, features and logs that nothing in use needs; see docs/how-to/retention.md.")
 def prune_results(context: dg.OpExecutionContext, config: PruneConfig, workspace: Workspace) -> None:
-    from draftworks.retention.place import Place
-    from draftworks.retention.removable import plan_removal
+    from draftworks.retention.removable import Place, plan_removal
     from draftworks.retention.removal import remove_items
     from draftworks.retention.survey import survey
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from resources.step_processes import CODE_LOCATION, start_ahead
+from resources.dead_runs import CODE_LOCATION, start_ahead
 
 CONSOLE = Path(__file__).with_name("console.yaml")
 LOCATION = "spec_assets.definitions"
@@ -79,7 +79,7 @@ def explain_missing_job(job: str, reason: str) -> str:
     A job of a strategy that no target uses does not exist, like the strategy's assets.
     """
     from draftworks.config.strategies import list_strategies
-    from draftworks.storage.suggestions import suggest_or_list
+    from draftworks.storage.words import suggest_or_list
 
     listed = _MISSING.search(reason)
     if listed is None:

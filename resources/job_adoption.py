@@ -11,7 +11,7 @@ from draftworks.config.launchers import LauncherSpec
 from resources.job_claims import JobClaim, end_claimed_job, remove_damaged_claim
 from resources.job_failure import has_failure_message
 from resources.job_messages import has_report
-from resources.process_place import RunProcess
+from resources.process_tree import RunProcess
 from resources.scheduler import Scheduler, SeenJob
 from resources.torch_job import JobIdentity, JobState, RunDir
 

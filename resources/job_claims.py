@@ -18,10 +18,9 @@ from uuid import uuid4
 
 from draftworks.config.launchers import LauncherSpec, parse_launcher
 from draftworks.errors import DraftworksError
-from draftworks.storage.atomic import publish_json
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import publish_json, read_json
 from resources.launchers import make_scheduler
-from resources.process_place import RunProcess
+from resources.process_tree import RunProcess
 from resources.scheduler import Scheduler, SeenJob
 from resources.torch_job import RunDir
 

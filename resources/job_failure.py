@@ -9,7 +9,7 @@ import dagster as dg
 
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.heartbeat import HeartbeatRecord
-from resources.log_tail import TAIL_LINES, read_last_lines
+from resources.job_messages import TAIL_LINES, read_last_lines
 from resources.torch_job import JobStatus, RunDir, TorchJob
 
 

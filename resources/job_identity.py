@@ -6,8 +6,8 @@ from pathlib import Path
 
 from draftworks.config.run_files import CaptureRun, RegenerateRun, RunFile, TrainRun
 from draftworks.storage.artifacts import PARTIAL
+from draftworks.storage.files import read_bytes
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import read_bytes
 from resources.job_claims import CLAIM
 from resources.scheduler import NAME_PREFIX
 from resources.torch_job import JobIdentity

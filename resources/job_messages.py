@@ -1,11 +1,15 @@
-"""Reads the Pipes messages of a scheduler's job, which may outlive the reader and may be submitted several times."""
+"""Pipes messages and log of a scheduler's job, which may outlive the reader and may be submitted several times."""
 
 from __future__ import annotations
 
+import codecs
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -13,7 +17,34 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesDefaultMessageWriter, PipesParams
 
-from resources.bookmark import Bookmark
+_BOOKMARK_INTERVAL_S = 1.0
+
+
+@dataclass
+class Bookmark:
+    """A position in bytes, kept in a small file; a crash loses at most the last second, which is then shown again."""
+
+    path: Path
+    _saved: int = -1
+    _saved_at: float = field(default=float("-inf"), repr=False)
+
+    def read(self) -> int:
+        """Return the saved position; 0 if there is none."""
+        try:
+            return max(0, int(self.path.read_text()))
+        except (OSError, ValueError):
+            return 0
+
+    def save(self, position: int, now: bool = False) -> None:
+        """Save a position, at most once in a second unless `now`. A disk that cannot take it is no error."""
+        if position == self._saved or not now and time.monotonic() - self._saved_at < _BOOKMARK_INTERVAL_S:
+            return
+        self._saved, self._saved_at = position, time.monotonic()
+        staging = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        with suppress(OSError):
+            staging.write_text(str(position))
+            os.replace(staging, self.path)
+
 
 _FIRST_KEY = b'{"__dagster_pipes_version"'
 _INTERVAL_S = 0.2
@@ -120,3 +151,60 @@ def has_report(path: Path) -> bool:
                 if message is not None and line.endswith(b"\n"):
                     found = is_report(message) or found and message["method"] != "opened"
     return found
+
+
+_CHUNK_BYTES = 1 << 20
+_TAIL_BYTES = 64 << 10
+_LINE_CHARS = 1000
+TAIL_LINES = 30
+
+
+class LogTail:
+    """Copies what was appended to `path` to this process's stdout, which Dagster shows as the step's compute log.
+
+    The job writes to the file itself, so it never waits for this process, loses nothing if this process dies, and may
+    run on another machine. At most `limit_bytes` are copied, plus the last lines; the file itself stays complete.
+
+    Args:
+        bookmark: how far an earlier process has copied it, for a job that outlives this one.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int, bookmark: Bookmark | None = None) -> None:
+        self._path = path
+        self._left = limit_bytes
+        self._bookmark = bookmark
+        self._position = 0 if bookmark is None else bookmark.read()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def copy(self) -> None:
+        """Copy the output that was written since the last call."""
+        if self._left <= 0 or not self._path.exists():
+            return
+        with self._path.open("rb") as log:
+            log.seek(self._position)
+            while self._left > 0 and (chunk := log.read(min(_CHUNK_BYTES, self._left))):
+                sys.stdout.write(self._decoder.decode(chunk))
+                self._left -= len(chunk)
+            self._position = log.tell()
+        if self._bookmark is not None:
+            self._bookmark.save(self._position)
+        if self._left <= 0:
+            sys.stdout.write(f"\n… the limit of shown output is reached, the whole log is {self._path}\n")
+        sys.stdout.flush()
+
+    def finish(self) -> None:
+        """Copy the remaining output; if the limit was reached, the last lines."""
+        self.copy()
+        if self._left <= 0:
+            sys.stdout.write("\n".join(["… the last lines:", *read_last_lines(self._path, TAIL_LINES), ""]))
+        sys.stdout.flush()
+
+
+def read_last_lines(path: Path, count: int) -> list[str]:
+    """Return the last `count` lines of a file, long ones cut; an empty list if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+        text = log.read().decode("utf-8", errors="replace")
+    return [line[:_LINE_CHARS] for line in text.splitlines()[-count:]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
+from draftworks.config.launchers import KubernetesLauncherSpec
 from draftworks.errors import ConfigError, LauncherError
 from resources.kubernetes_manifest import GROUP, MANAGED_BY, MANAGER, PLURAL, VERSION
 

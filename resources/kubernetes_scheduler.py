@@ -6,8 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
-from draftworks.config.launcher_base import LauncherSpec
+from draftworks.config.launchers import KubernetesLauncherSpec, LauncherSpec
 from draftworks.errors import ConfigError, LauncherError
 from resources.kubernetes_client import ApiError, KubernetesApi
 from resources.kubernetes_manifest import (
@@ -15,12 +14,13 @@ from resources.kubernetes_manifest import (
     MANAGED_BY,
     MANAGER,
     choose_runtime,
+    require_runtime,
     require_volume,
     write_environment,
     write_train_job,
 )
-from resources.kubernetes_runtime import require_runtime
 from resources.kubernetes_state import (
+    JobWatch,
     count_nodes,
     count_room,
     describe_obstacle,
@@ -29,7 +29,6 @@ from resources.kubernetes_state import (
     make_id,
     read_state,
 )
-from resources.kubernetes_watch import JobWatch
 from resources.scheduler import JobRequest, Scheduler, SeenJob
 from resources.torch_job import JobState, TorchJob
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from draftworks.config.launchers import LOCAL, LauncherSpec
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import DraftworksError
-from draftworks.storage.suggestions import list_fitting
+from draftworks.storage.words import list_fitting
 from draftworks.targets.registry import Registry
 from resources.launchers import make_scheduler
 from resources.scheduler import NAME_PREFIX, JobRequest

@@ -15,7 +15,7 @@ import dagster as dg
 import psutil
 from pydantic import Field
 
-from draftworks.distributed import parent_death
+from draftworks.distributed import stop_signals
 from draftworks.errors import ConfigError
 from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.process_tree import MARK, ProcessTree
@@ -79,7 +79,7 @@ class LocalLauncher(TorchLauncher):
             command, of_ranks = job.build_command(*ONE_NODE, meeting, f"--log-dir={run_dir.ranks}"), ONE_NODE_ENV
         with run_dir.log.open("ab") as log:
             process = subprocess.Popen(
-                [*parent_death.build_shim_command(), *command],
+                [*stop_signals.build_shim_command(), *command],
                 env={**os.environ, **own, **env, **of_ranks, MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from draftworks.config.ray_launcher import RayLauncherSpec
+from draftworks.config.launchers import RayLauncherSpec
 from draftworks.errors import ConfigError, LauncherError
 from draftworks.programs.ray_job import EXIT_LOST, NODE_OPTIONS, STOP_FILE, STOPPED, RayJob
 from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob

@@ -15,19 +15,17 @@ from uuid import uuid4
 import dagster as dg
 from pydantic import Field
 
-from draftworks.config.launcher_base import LauncherSpec, SchedulerLauncherSpec
-from draftworks.config.launchers import parse_launcher
+from draftworks.config.launchers import LauncherSpec, SchedulerLauncherSpec, parse_launcher
 from draftworks.errors import LauncherError
 from draftworks.storage.shared_folder import write_folder_token
-from resources.bookmark import Bookmark
 from resources.dead_runs import JOB_TAG, has_run_process_ended
 from resources.job_adoption import Adoption, has_ended_unheard
 from resources.job_claims import CLAIM, JobClaim
 from resources.job_copies import CopyWatch
 from resources.job_failure import has_failure_message, is_interrupted, is_user_error
-from resources.job_messages import JobMessages, has_report
+from resources.job_messages import Bookmark, JobMessages, has_report
 from resources.launchers import make_scheduler
-from resources.process_place import RunProcess
+from resources.process_tree import RunProcess
 from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
 from resources.torch_job import JobIdentity, JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import JobLimits, PreparedFiles, TorchLauncher, make_error_environment

@@ -9,7 +9,7 @@ from pathlib import Path
 import dagster as dg
 from pydantic import Field
 
-from draftworks.config.sglang import SGLangSpec
+from draftworks.config.capture import SGLangSpec
 
 LOG_NAME = "sglang.log"
 _TOLD_BYTES = 8 << 10

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftworks.config.launchers import SlurmLauncherSpec
 from draftworks.config.run_files import COPY_VARIABLE
-from draftworks.config.slurm_launcher import SlurmLauncherSpec
 from draftworks.errors import ConfigError
 from resources.scheduler import JobRequest
 from resources.torch_job import ONE_NODE, RunDir, TorchJob

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from draftworks.config.launcher_base import LauncherSpec
+from draftworks.config.launchers import LauncherSpec
 from draftworks.errors import ConfigError
 
 ONE_NODE = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1")

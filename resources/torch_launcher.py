@@ -15,11 +15,9 @@ from typing import Any
 import dagster as dg
 from pydantic import Field, PrivateAttr
 
-from draftworks.config.launcher_base import LauncherSpec
+from draftworks.config.launchers import LauncherSpec
 from draftworks.distributed.stop_signals import defer_interrupt
-from draftworks.programs.heartbeat import HeartbeatRecord
-from draftworks.programs.labels import LABEL
-from resources.bookmark import Bookmark
+from draftworks.programs.heartbeat import LABEL, HeartbeatRecord
 from resources.companions import Companion, RunningCompanion, RunningCompanions
 from resources.job_failure import (
     describe_job_failure,
@@ -28,7 +26,7 @@ from resources.job_failure import (
     describe_time_limit,
     read_interruption,
 )
-from resources.log_tail import LogTail
+from resources.job_messages import Bookmark, LogTail
 from resources.stall_watch import StallWatch
 from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import dagster as dg
 from pydantic import Field
 
+from draftworks.config.capture import SGLangSpec
 from draftworks.config.launchers import LauncherSpec
 from draftworks.config.registry_files import CaptureSpec, DatasetSpec, TargetSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
-from draftworks.config.sglang import SGLangSpec
 from draftworks.data.sources import digest_dataset
-from draftworks.preflight.cached_examination import TARGET_CHECKS
+from draftworks.preflight.examine import TARGET_CHECKS
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.legacy_stores import find_answers

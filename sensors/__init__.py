@@ -16,12 +16,9 @@ import dagster as dg
 from draftworks.targets.registry import Registry
 from sensors.notifications import make_notification_sensor
 from sensors.observation import make_observe_sensors
-from sensors.orphans import make_orphan_sensor
-from sensors.pool_slots import make_pool_slot_sensor
-from sensors.pruning import make_prune_schedules
-from sensors.reevaluation import make_reevaluation_sensor
-from sensors.registry import make_registry_sensor
-from sensors.schedules import make_evaluation_schedules
+from sensors.orphans import make_orphan_sensor, make_pool_slot_sensor
+from sensors.reevaluation import make_reevaluation_sensor, make_registry_sensor
+from sensors.schedules import make_evaluation_schedules, make_prune_schedules
 
 
 def make_sensors(

@@ -2,29 +2,98 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dagster as dg
 
-from draftworks.decision.budget import Correction, Outcome
+from draftworks.decision.budget import HOUR_S, Correction, Entry, Ledger, Outcome
 from draftworks.decision.fleet_state import FleetReader, Outdated
 from draftworks.decision.queue import Action, FleetState, Step
 from draftworks.decision.record import Choice, Decision
 from draftworks.errors import DraftworksError
-from draftworks.storage.asset_names import of_strategy
+from draftworks.storage.names import of_strategy
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
-from draftworks.targets.used_strategies import describe_new_strategy
-from jobs.acting import name_training_job
+from draftworks.targets.training_data import describe_new_strategy
+from jobs.standard import name_training_job
 from resources.workspace import Workspace
-from sensors.charged_runs import CHARGE_TAG, settle
 from sensors.reevaluation import BECAUSE_TAG
-from sensors.running_targets import describe_run, find_runs_under_way
-from sensors.series import SeriesCursor
+from sensors.running_targets import SeriesCursor, describe_run, find_runs_under_way
+
+CHARGE_TAG = "draftworks/charge"
+"""Names the charge of a run that a decision started."""
+BEYOND = 1.1
+"""An open run that takes more than its charge is charged so many times what it took, so that there are few corrections."""
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What the runs say about a ledger.
+
+    Attributes:
+        corrections: to be written.
+        unsubmitted: ids of open charges without a run: the process that charged them ended before it submitted them.
+    """
+
+    corrections: tuple[Correction, ...]
+    unsubmitted: frozenset[str]
+
+
+def settle(instance: dg.DagsterInstance, ledger: Ledger, now: float) -> Settlement:
+    """Compare open charges, and those that ended in the last week, with their runs: one may have been executed again."""
+    watched = [entry for entry in ledger.entries.values() if entry.counts_at(now)]
+    records = find_records(instance, [entry.charge.id for entry in watched])
+    corrections: list[Correction] = []
+    unsubmitted: set[str] = set()
+    for entry in watched:
+        found = records.get(entry.charge.id)
+        if found is not None:
+            corrections += correct_by_runs(entry, found, now)
+        elif entry.run is not None and entry.is_open:  # its record was deleted: what it took is not known
+            corrections.append(Correction(entry.charge.id, entry.hours, now, Outcome.FAILED))
+        elif entry.is_open:
+            unsubmitted.add(entry.charge.id)
+    return Settlement(tuple(corrections), frozenset(unsubmitted))
+
+
+def find_records(instance: dg.DagsterInstance, charges: Sequence[str]) -> Mapping[str, Sequence[dg.RunRecord]]:
+    """Return the runs of each charge that has any, oldest first."""
+    found: defaultdict[str, list[dg.RunRecord]] = defaultdict(list)
+    if charges:
+        for record in instance.get_run_records(dg.RunsFilter(tags={CHARGE_TAG: list(charges)}), ascending=True):
+            found[record.dagster_run.tags[CHARGE_TAG]].append(record)
+    return found
+
+
+def correct_by_runs(entry: Entry, records: Sequence[dg.RunRecord], now: float) -> list[Correction]:
+    """Return the correction of a charge by its runs, oldest first; none if nothing has changed."""
+    newest = records[-1].dagster_run
+    taken = [_measure_hours(record, now) * entry.charge.ranks for record in records]
+    if newest.is_finished:
+        if not entry.is_open and entry.run == newest.run_id:
+            return []
+        outcome = Outcome.SUCCEEDED if newest.is_success else Outcome.FAILED
+        ended = records[-1].end_time or now
+        return [Correction(entry.charge.id, math.fsum(taken), ended, outcome, newest.run_id)]
+    if entry.is_open and entry.run == newest.run_id and math.fsum(taken) <= entry.hours:
+        return []
+    expected = math.fsum(taken[:-1]) + entry.charge.hours
+    hours = expected if math.fsum(taken) <= expected else math.fsum(taken) * BEYOND
+    return [Correction(entry.charge.id, hours, now, Outcome.OPEN, newest.run_id)]
+
+
+def _measure_hours(record: dg.RunRecord, now: float) -> float:
+    """Return the wall hours of a run until it ended, or until now; 0 for one that never began to work."""
+    if record.start_time is None:
+        return 0.0
+    ended = record.end_time if record.dagster_run.is_finished else now
+    return max((ended or now) - record.start_time, 0.0) / HOUR_S
+
 
 INTERVAL_S = 60
 DO_NOT_COUNT = ("resolve", "serve")
@@ -37,7 +106,7 @@ def make_decision_sensors(
     """Return the sensor, on where the deployment has a budget; none without a strategy that has a decision.
 
     Args:
-        jobs: `tune_`, `retrain_` and `decide_{strategy}`, see `jobs.acting`.
+        jobs: `tune_`, `retrain_` and `decide_{strategy}`, see `jobs.standard`.
         strategies: those that have these jobs.
     """
     if not jobs:

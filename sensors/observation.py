@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from draftworks.errors import DraftworksError
-from draftworks.storage.asset_names import of_strategy
+from draftworks.storage.names import of_strategy
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 
@@ -65,8 +65,7 @@ def _observe_target(
     context: dg.SensorEvaluationContext, workspace: Workspace, name: str, reported: dict[str, float]
 ) -> list[dg.AssetMaterialization]:
     from draftworks.production.observer import Observer
-    from draftworks.production.standing import assess_all
-    from draftworks.production.views import render_markdown, select_figures
+    from draftworks.production.standing import assess_all, render_markdown, select_figures
 
     target = workspace.registry.load_target(name)
     if not target.servers:

@@ -1,4 +1,4 @@
-"""The sensor that ends jobs of schedulers for which no run waits any more."""
+"""The sensors that end jobs of schedulers and free pool slots for which no run waits any more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftworks.config.launchers import LOCAL, PROGRAMS, LauncherSpec, Scheduler
 from draftworks.errors import DraftworksError
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
-from resources.dead_runs import find_run_process
+from resources.dead_runs import find_run_process, release_dead_runs
 from resources.job_claims import JobClaim
 from resources.launchers import make_scheduler
 from resources.scheduler import SeenJob
@@ -100,3 +100,30 @@ def end_orphan(spec: SchedulerLauncherSpec, job: SeenJob) -> None:
     claim = None if job.claim is None else JobClaim.read(job.claim)
     if job.claim is not None and claim is not None and claim.name == job.name:
         claim.drop(job.claim)
+
+
+SLOTS_INTERVAL_S = 30
+ENDED_FOR_S = 30.0
+"""Seconds after the end of a run in which its processes may still be ending."""
+
+
+def make_pool_slot_sensor() -> dg.SensorDefinition:
+    """Return the sensor. It is on: without it, a killed run would keep its slots until the next run begins."""
+
+    @dg.sensor(
+        name="pool_slot_sensor",
+        minimum_interval_seconds=SLOTS_INTERVAL_S,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description="Frees pool slots of runs that have ended or were killed, unless a job of theirs lives in a scheduler.",
+    )
+    def free_pool_slots(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        found = release_dead_runs(context.instance, wait_s=0.0, ended_for_s=ENDED_FOR_S)
+        for run_id in found.released:
+            context.log.info(f"the pool slots of run {run_id} are free")
+        reason = (
+            f"freed the pool slots of {format_count(len(found.released), 'run')}; "
+            f"a job of {format_count(len(found.kept), 'run')} lives"
+        )
+        return dg.SensorResult(skip_reason=reason)
+
+    return free_pool_slots

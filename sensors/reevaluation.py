@@ -1,4 +1,4 @@
-"""The sensor that requests new reports when target, eval data or draft have changed since the newest report."""
+"""The sensors that request new reports when inputs of the newest have changed, and reload a changed registry."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -7,13 +7,13 @@ import dagster as dg
 
 from draftworks.errors import DraftworksError
 from draftworks.fleet.staleness import Subject, find_published_drafts
-from draftworks.storage.asset_names import CONVERSATIONS, of_eval_set
+from draftworks.storage.identity import digest
+from draftworks.storage.names import CONVERSATIONS, of_eval_set
 from draftworks.storage.words import list_names
-from draftworks.targets.registry import HELDOUT
+from draftworks.targets.registry import HELDOUT, resolve_recipe
 from draftworks.targets.training_data import identify_eval_data
 from resources.workspace import Workspace
-from sensors.running_targets import find_runs_under_way
-from sensors.series import SeriesCursor
+from sensors.running_targets import SeriesCursor, find_runs_under_way
 
 BECAUSE_TAG = "draftworks/because"
 
@@ -119,3 +119,59 @@ def explain_skip(after: dict[str, CursorEntry], busy: set[str]) -> str:
     if waiting:
         reasons.append(f"checked again when their runs have ended: {list_names(waiting, 10)}")
     return "; ".join(reasons)
+
+
+def make_registry_sensor(targets: Sequence[str]) -> dg.SensorDefinition:
+    """Return the sensor over the targets that are partitions of the code location; a target added later needs a
+    reload."""
+
+    @dg.sensor(
+        name="registry_sensor",
+        job_name="resolve",
+        minimum_interval_seconds=60,
+        default_status=dg.DefaultSensorStatus.STOPPED,
+        description="Resolves a target again when its weights, tokenizer, data files or options have changed.",
+    )
+    def resolve(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult | dg.SkipReason:
+        return request_moved(context, workspace, targets)
+
+    return resolve
+
+
+def request_moved(
+    context: dg.SensorEvaluationContext, workspace: Workspace, targets: Sequence[str]
+) -> dg.SensorResult | dg.SkipReason:
+    """Request `resolve` for each target whose weights, tokenizer, data files or options have changed.
+
+    Digests are remembered by size, mtime, inode and ctime, so that a tick reads no weights that did not change.
+    """
+    cursor = SeriesCursor.read(context.cursor)
+    known = cursor.entries
+    seen = dict(known)  # includes targets that are gone for now, since they may come back
+    for target in targets:
+        try:
+            found = digest_inputs(workspace, target)
+        except DraftworksError as error:
+            context.log.warning(str(error))
+            continue
+        before = known.get(target, {"digest": None, "moves": 0})
+        moved = found != before["digest"]
+        seen[target] = {"digest": found, "moves": before["moves"] + moved}
+    # The count is part of the run key: Dagster never repeats a key, and inputs may return to an earlier state.
+    requests = [
+        dg.RunRequest(run_key=cursor.name_run(target, now["digest"], now["moves"]), partition_key=target)
+        for target, now in seen.items()
+        if now != known.get(target)
+    ]
+    if not requests:
+        return dg.SkipReason("no target's inputs have changed")
+    return dg.SensorResult(run_requests=requests, cursor=cursor.write(seen))
+
+
+def digest_inputs(workspace: Workspace, target: str) -> str:
+    """Return one digest of all inputs of a target."""
+    registry = workspace.registry
+    spec = registry.load_target(target)
+    files = workspace.resolve_target_files(target)
+    data = workspace.read_training_data_version(spec)
+    return digest([files.digest, files.tokenizer_digest, data, resolve_recipe(spec, registry)])

@@ -1,4 +1,4 @@
-"""Schedules that evaluate targets again, one for all targets with the same `evaluation.cron` and time zone."""
+"""Schedules that evaluate targets again, one for all targets with the same `evaluation.cron` and time zone; of pruning."""
 
 import datetime
 import logging
@@ -129,3 +129,20 @@ def find_reason_to_skip(workspace: Workspace, target: str, busy: dg.DagsterRun |
     except DraftworksError as error:
         return str(error)
     return None if drafts else "none of its strategies has a draft yet: train one first"
+
+
+def make_prune_schedules(registry: Registry) -> list[dg.ScheduleDefinition]:
+    """Return the schedule of `retention.cron`, switched on; none if it is not set."""
+    cron = registry.load_deployment().retention.cron
+    if cron is None:
+        return []
+    return [
+        dg.ScheduleDefinition(
+            name="prune_by_schedule",
+            job_name="prune",
+            cron_schedule=cron,
+            run_config={"ops": {"prune_results": {"config": {"remove": True}}}},
+            default_status=dg.DefaultScheduleStatus.RUNNING,
+            description="Removes what no result in use was made from; see docs/how-to/retention.md.",
+        )
+    ]

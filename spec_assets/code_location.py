@@ -1,8 +1,9 @@
-"""Everything Dagster knows, built from one registry folder. Importing this module reads no registry."""
+"""Everything Dagster knows, built from one registry folder, and its partitions. Importing this module reads no registry."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,20 @@ import dagster as dg
 
 from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.targets.registry import HELDOUT, ReadOnceRegistry, Registry
-from draftworks.targets.used_strategies import list_used_strategies
+from draftworks.targets.training_data import list_used_strategies
 from jobs.pruning import make_prune_job
 from jobs.standard import make_jobs
+from resources.dead_runs import list_preloaded
 from resources.deployment_launcher import make_deployment_launcher
 from resources.sglang_server import SGLangServer
-from resources.step_processes import list_preloaded
 from resources.workspace import Workspace
 from sensors import make_schedules, make_sensors
 from spec_assets import data, features, inputs
 from spec_assets.console import console
 from spec_assets.decisions import list_decided_strategies, make_decision_asset, make_decision_jobs
 from spec_assets.drafts import make_draft_asset, make_draft_check
-from spec_assets.eval_users import find_eval_users
 from spec_assets.evals import (
+    find_eval_users,
     make_eval_answers_check,
     make_eval_features_asset,
     make_eval_features_check,
@@ -32,20 +33,64 @@ from spec_assets.evals import (
 from spec_assets.executor import make_executor
 from spec_assets.exports import make_export_asset, make_export_checks
 from spec_assets.fp8_gate import fp8_gate
+from spec_assets.gates import make_report_checks
 from spec_assets.leaderboard import make_leaderboard_asset
 from spec_assets.observation import list_observed_strategies, make_observe_jobs, make_observed_asset
-from spec_assets.partitions import make_target_partitions, partition_assets, partition_checks
-from spec_assets.promotion import (
-    list_promoted_strategies,
-    make_promoted_asset,
-    make_promoted_check,
-    make_service_jobs,
-)
+from spec_assets.promotion import list_promoted_strategies, make_promoted_asset, make_promoted_check, make_service_jobs
 from spec_assets.recipes import make_recipe_assets
-from spec_assets.report_checks import make_report_checks
 from spec_assets.reports import make_report_asset
 from spec_assets.serving import make_serving_asset, make_serving_check
 from spec_assets.thinking_comparison import thinking_comparison
+
+
+def make_target_partitions(registry: Registry) -> dg.StaticPartitionsDefinition:
+    """Return a partition for each file name. An entry with an error is a partition too, and its first step reports
+    the error."""
+    return dg.StaticPartitionsDefinition(registry.list_targets())
+
+
+def partition_assets(assets: list[dg.AssetsDefinition], targets: dg.PartitionsDefinition) -> list[dg.AssetsDefinition]:
+    """Return the assets with their own checks, partitioned by target."""
+    mapped = dg.map_asset_specs(lambda spec: spec.replace_attributes(partitions_def=targets), assets)
+    return partition_checks(mapped, targets)
+
+
+def partition_checks(
+    made: Iterable[dg.AssetsDefinition], targets: dg.PartitionsDefinition
+) -> list[dg.AssetsDefinition]:
+    """Return the definitions with their checks partitioned by target; otherwise all targets share the newest check
+    result.
+
+    Dagster warns once for each check that partitions of checks are a preview.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.PreviewWarning)
+        return [_partition_checks_of(each, targets) for each in made]
+
+
+def _partition_checks_of(made: dg.AssetsDefinition, targets: dg.PartitionsDefinition) -> dg.AssetsDefinition:
+    """Return the definition with its checks partitioned by target, by the way in which Dagster's `with_attributes` does.
+
+    Dagster has `map_asset_specs`, but no counterpart for checks.
+    """
+    specs = {name: _partition_check(spec, targets) for name, spec in made.node_check_specs_by_output_name.items()}
+    if not specs:
+        return made
+    return type(made).dagster_internal_init(**{**made.get_attributes_dict(), "check_specs_by_output_name": specs})
+
+
+def _partition_check(spec: dg.AssetCheckSpec, targets: dg.PartitionsDefinition) -> dg.AssetCheckSpec:
+    return dg.AssetCheckSpec(
+        spec.name,
+        asset=spec.asset_key,
+        description=spec.description,
+        additional_deps=spec.additional_deps,
+        blocking=spec.blocking,
+        metadata=spec.metadata,
+        automation_condition=spec.automation_condition,
+        partitions_def=targets,
+    )
+
 
 MODULES = [inputs, data, features]
 
@@ -121,7 +166,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
 
 
 def _make_training_jobs(strategies: Sequence[StrategySpec]) -> list[Any]:
-    from jobs.acting import make_training_jobs  # where no entry has a decision, loading imports nothing of them
+    from jobs.standard import make_training_jobs  # where no entry has a decision, loading imports nothing of them
 
     return make_training_jobs(each.name for each in strategies)
 

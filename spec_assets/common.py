@@ -1,4 +1,4 @@
-"""Shared by all asset modules: the asset decorator, results as Dagster records them, and the launch of programs."""
+"""Shared by all asset modules: the asset decorator, pools, results as Dagster records them, the launch of programs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.config.gates import Outcome
-from draftworks.config.launchers import LOCAL
+from draftworks.config.launchers import DEFAULT_POOL, LOCAL
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import RunFile
+from draftworks.config.service import Outcome
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
 from draftworks.sglang.environment import build_program_environment
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import of_strategy
-from draftworks.storage.full_disk import explain_full_disk
+from draftworks.storage.files import explain_full_disk
+from draftworks.storage.names import of_strategy
 from draftworks.storage.words import format_count
-from draftworks.targets.registry import HELDOUT
+from draftworks.targets.registry import HELDOUT, Registry
 from resources.companions import Companion
 from resources.dead_runs import end_with_run_process
 from resources.job_claims import CLAIM, end_abandoned_job
@@ -31,8 +31,37 @@ from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, PeerJob, TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.metadata import round_figures, shorten_path
-from spec_assets.pools import wait_in_pool_of
 from spec_assets.unused import find_unused_assets
+
+PROGRAM_TAG = "draftworks/program"
+
+
+def wait_in_pool_of(program: str) -> dict[str, Any]:
+    """Return the options of an asset whose step waits in the pool of a program's launcher."""
+    return {"pool": DEFAULT_POOL, "op_tags": {PROGRAM_TAG: program}}
+
+
+def assign_pools(plan: Any, target: str | None, registry: Registry) -> Any:
+    """Return a plan whose steps wait in the pools of their launchers for a target.
+
+    The plan is as it was where the target's entry cannot be read, which its first step reports.
+    """
+    if target is None:
+        return plan
+    programs = {step.tags[PROGRAM_TAG] for step in plan.steps if PROGRAM_TAG in (step.tags or {})}
+    try:
+        spec = registry.load_target(target)
+        pools = {program: registry.resolve_launcher(spec, program).pool for program in programs}
+    except DraftworksError:
+        return plan
+    steps = {handle: _assign_pool(step, pools) for handle, step in plan.step_dict.items()}
+    return plan._replace(step_dict=steps, step_dict_by_key={step.key: step for step in steps.values()})
+
+
+def _assign_pool(step: Any, pools: dict[str, str | None]) -> Any:
+    program = (step.tags or {}).get(PROGRAM_TAG)
+    return step if program is None else step._replace(pool=pools[program])
+
 
 OWNERS = ["team:drafts"]
 
@@ -58,7 +87,7 @@ def asset(
         optional: the asset may raise `NothingToDo` for a target that has none. It then yields nothing, the run
             succeeds, and Dagster skips its checks and all assets that depend on it.
         program: the program that the step runs, which may need a GPU: the step waits in the pool of this program's
-            launcher (`spec_assets.pools`).
+            launcher (`spec_assets.common`).
     """
     waiting = {} if program is None else wait_in_pool_of(program)
 

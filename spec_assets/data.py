@@ -11,9 +11,9 @@ from draftworks.config.registry_files import ResponseSpec, TargetSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import resolve_draft_vocab_size
-from draftworks.preflight.vocabulary import describe_coverage, is_low
+from draftworks.preflight.gates import describe_coverage, is_low
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import (
+from draftworks.storage.names import (
     CONVERSATIONS,
     DATASET,
     HELDOUT_RESPONSES,
@@ -22,9 +22,14 @@ from draftworks.storage.asset_names import (
     TARGET_MODEL,
     TOKENIZED_TRAIN,
 )
-from draftworks.storage.data_records import AnswersIdentity
-from draftworks.targets.answers import make_answers_identity, make_greedy_settings
-from draftworks.targets.training_data import identify_conversations, load_slice_plan, load_training_datasets
+from draftworks.storage.records import AnswersIdentity
+from draftworks.targets.training_data import (
+    identify_conversations,
+    load_slice_plan,
+    load_training_datasets,
+    make_answers_identity,
+    make_greedy_settings,
+)
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, report_result, require_target, to_severity
@@ -49,8 +54,8 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
 
     def build(out: Path) -> BuildResult:
         if target.mix is not None:
-            from draftworks.data.mix import prepare_mix
-            from draftworks.data.slice_shares import SliceShares
+            from draftworks.data.prepare import prepare_mix
+            from draftworks.data.slices import SliceShares
 
             sources, plan = load_training_datasets(target, registry), load_slice_plan(target, registry)
             shares = SliceShares.of(target.mix.shares)

@@ -8,12 +8,12 @@ import dagster as dg
 
 from draftworks.config.strategies import StrategySpec
 from draftworks.evaluation.acceptance_length import SYMBOL, format_length
-from draftworks.storage.asset_names import DATASET, RECIPE, TARGET_MODEL, of_eval_set, of_strategy
 from draftworks.storage.identity import digest
+from draftworks.storage.names import DATASET, RECIPE, TARGET_MODEL, of_eval_set, of_strategy
 from draftworks.targets.registry import HELDOUT, Registry
 from resources.workspace import Workspace
 from spec_assets.common import NothingToDo, asset, require_target
-from spec_assets.eval_users import EvalUsers, depend_on_eval_sets
+from spec_assets.evals import EvalUsers, depend_on_eval_sets
 from spec_assets.metadata import embed_png, format_table, round_figures
 from spec_assets.promotion import GROUP, list_strategies_with, open_service
 
@@ -95,8 +95,7 @@ def make_decision_jobs(strategies: Iterable[str]) -> list[Any]:
 
 def describe_metadata(decision: "Decision") -> dict[str, Any]:
     """Return metadata: the choice, why, figures, costs, and a picture of the intervals against the margins."""
-    from draftworks.decision.deciding import MEANINGS, format_hours
-    from draftworks.decision.plots import plot_decision
+    from draftworks.decision.deciding import MEANINGS, format_hours, plot_decision
 
     metadata: dict[str, Any] = {
         "choice": decision.choice.value,

@@ -1,8 +1,9 @@
 """Eval set assets. `heldout` is split off a target's own conversations; the others are files in registry/evals/."""
 
 import json
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from draftworks.evaluation.cache.eval_cache import CacheEntry, EvalCache
 from draftworks.evaluation.cache.eval_config import EvalConfig
 from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, of_eval_set
-from draftworks.storage.atomic import publish_json, remove
-from draftworks.storage.data_records import AnswersIdentity, EvalFeaturesIdentity
+from draftworks.storage.files import publish_json, remove
 from draftworks.storage.identity import digest
-from draftworks.storage.records import EvalData
+from draftworks.storage.names import RECIPE, TARGET_MODEL, EvalSetAssets, of_eval_set
+from draftworks.storage.records import AnswersIdentity, EvalData, EvalFeaturesIdentity
+from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import identify_eval_set
 from resources.job_claims import CLAIM
 from resources.torch_launcher import TorchLauncher
@@ -338,3 +339,25 @@ def _describe_cache(workspace: Workspace, artifact: Artifact) -> dict[str, Any]:
         "eval_cache_path": dg.MetadataValue.path(_locate_entry(workspace, artifact).relative_to(workspace.var.parent)),
         **({"rebuilt_because": reason} if reason and not artifact.hit else {}),
     }
+
+
+EvalUsers = Mapping[str, Sequence[str]]
+"""Targets by the named eval set that they list."""
+
+
+def find_eval_users(registry: Registry, evals: Sequence[str]) -> EvalUsers:
+    """Return the targets whose entry mentions an eval set, by the set. Entries are not parsed; a mention too many does no
+    harm."""
+    patterns = {name: re.compile(rb"(?<![\w.-])" + re.escape(name.encode()) + rb"(?![\w.-])") for name in evals}
+    targets = registry.list_targets()
+    return {
+        name: [target for target in targets if registry.find_in_target_file(target, pattern)]
+        for name, pattern in patterns.items()
+    }
+
+
+def depend_on_eval_sets(evals: EvalUsers, select: Callable[[EvalSetAssets], Sequence[str]]) -> Iterator[dg.AssetDep]:
+    """Yield dependencies on assets of each eval set, only for the targets that are measured on it."""
+    for name, targets in evals.items():
+        mapping = dg.StaticPartitionMapping({target: target for target in targets})
+        yield from (dg.AssetDep(asset, partition_mapping=mapping) for asset in select(of_eval_set(name)))

@@ -7,7 +7,9 @@ first that makes something; it logs the first cause of a failed run after the la
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,15 +24,106 @@ from dagster_shared.error import SerializableErrorInfo
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.preflight.services import FEATURES, PUBLISH, find_storage_problems
+from draftworks.storage.names import of_strategy
 from draftworks.targets.registry import Registry
-from draftworks.targets.used_strategies import describe_new_strategy
+from draftworks.targets.training_data import describe_new_strategy
+from resources.launcher_checks import find_launcher_problems
 from resources.run_problems import RunProblems
-from spec_assets.new_strategies import find_left_out_strategies, list_assets_of_job, to_names
-from spec_assets.places import require_places
-from spec_assets.pools import assign_pools
-from spec_assets.run_record import end_with_record
+from spec_assets.common import PROGRAM_TAG, assign_pools
 from spec_assets.unchanged import find_unchanged_steps
 from spec_assets.unused import UnusedAsset, find_unused_assets, record_unused
+
+
+def find_left_out_strategies(target: TargetSpec, whole: Set[str], chosen: Set[str]) -> list[str]:
+    """Return the strategies of a target of which a run makes nothing although its job does; none where a run lacks
+    something else too, which somebody has chosen so.
+
+    Args:
+        whole: names of the assets of the run's job.
+        chosen: those that the run makes.
+    """
+    left, found = set(whole - chosen), []
+    for name in target.strategies:
+        names = of_strategy(name)
+        own = whole & set(names)
+        if own and not chosen & (own - {names.recipe, names.export_recipe}):
+            found.append(name)
+            left -= own
+    return [] if left else found
+
+
+def list_assets_of_job(job: Any, name: str) -> set[str]:
+    """Return the names of the assets of a job, whatever a run selects of them."""
+    repository: dg.RepositoryDefinition | None = job.get_repository_definition()
+    definition = job.get_definition() if repository is None else repository.get_job(name)
+    return to_names(definition.asset_layer.selected_asset_keys)
+
+
+def to_names(keys: Iterable[dg.AssetKey]) -> set[str]:
+    return {key.to_user_string() for key in keys}
+
+
+_WRITTEN_BY = {FEATURES: "capture", PUBLISH: "evaluate"}
+"""By each place in object storage, the program of the steps that write there."""
+
+
+def require_places(plan: Any, target: str | None, registry: Registry) -> None:
+    """Raise if a scheduler or object storage that the steps of a plan use cannot be reached, or refuses.
+
+    It costs nothing where jobs run on this machine and features are in files. What cannot be read of the target's
+    entry is left to its first step.
+
+    Raises:
+        ConfigError: all that was found.
+    """
+    programs = {step.tags[PROGRAM_TAG] for step in plan.steps if PROGRAM_TAG in (step.tags or {})}
+    if target is None or not programs:
+        return
+    try:
+        spec = registry.load_target(target)
+        problems = find_launcher_problems(spec, registry, programs)
+        problems += find_storage_problems(registry, [key for key, by in _WRITTEN_BY.items() if by in programs])
+    except DraftworksError:
+        return
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+LOOK_EVERY_S = 5.0
+
+
+def interrupt_this_process() -> None:
+    """Send SIGINT to this process: Dagster then ends the run's steps, and each step ends its job."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def end_with_record(
+    instance: dg.DagsterInstance,
+    run_id: str,
+    end: Callable[[], None] = interrupt_this_process,
+    every_s: float = LOOK_EVERY_S,
+) -> Iterator[None]:
+    """Call `end` once if the run's record is finished or deleted while the body of the `with` still runs."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(every_s):
+            try:
+                run = instance.get_run_by_id(run_id)
+            except Exception:  # the storage may be unreachable for a while
+                continue
+            if (run is None or run.is_finished) and not over.is_set():
+                end()
+                return
+
+    threading.Thread(target=look, name="run-record", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
 
 PARTITION_TAG = "dagster/partition"
 HOME = "DAGSTER_HOME"

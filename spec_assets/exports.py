@@ -11,8 +11,8 @@ from draftworks.config.run_files import ExportRun, TargetFiles
 from draftworks.config.strategies import StrategySpec
 from draftworks.export.names import CARD, DRAFT_FOLDER, GATE_MEANINGS, READABLE
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
 from draftworks.storage.identity import digest, file_digest
+from draftworks.storage.names import TARGET_MODEL, of_strategy
 from draftworks.storage.records import ExportIdentity, ReportIdentity
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace

@@ -8,10 +8,10 @@ import dagster as dg
 from draftworks.config.run_files import CaptureRun
 from draftworks.errors import StoreError
 from draftworks.preflight.compatibility import collect_taps
-from draftworks.preflight.fp8_gate import require_passed_fp8_gate
+from draftworks.preflight.gates import require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, TRAINING_FEATURES
-from draftworks.storage.data_records import FeaturesIdentity, read_captured_weights
+from draftworks.storage.names import RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, TRAINING_FEATURES
+from draftworks.storage.records import FeaturesIdentity, read_captured_weights
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, report_result

@@ -8,10 +8,10 @@ from typing import Any
 import dagster as dg
 
 from draftworks.config.run_files import FeatureSet
-from draftworks.preflight.fp8_gate import read_verdicts
+from draftworks.preflight.gates import read_verdicts
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import FP8_GATE, RECIPE, TARGET_MODEL, TOKENIZED_TRAIN
 from draftworks.storage.identity import digest
+from draftworks.storage.names import FP8_GATE, RECIPE, TARGET_MODEL, TOKENIZED_TRAIN
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, report_result, require_target

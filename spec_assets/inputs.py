@@ -6,23 +6,20 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
+from draftworks.config.urls import is_url
 from draftworks.errors import ConfigError
-from draftworks.preflight.cached_examination import examine_before_run
-from draftworks.preflight.compatibility import check_requirements
-from draftworks.preflight.decisions import check_decision
+from draftworks.preflight.compatibility import check_quantizer, check_requirements
+from draftworks.preflight.examine import examine_before_run
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.fp8_gate import require_passed_fp8_gate
-from draftworks.preflight.machine import check_machine
-from draftworks.preflight.made_dtypes import check_made_dtypes
-from draftworks.preflight.placement import check_placement
-from draftworks.preflight.quantizers import check_quantizer
-from draftworks.preflight.served_data import check_served_data
-from draftworks.sglang.families import list_sglang_remarks
-from draftworks.storage.asset_names import FP8_GATE, TRAINING_FEATURES, of_strategy
+from draftworks.preflight.gates import check_decision, require_passed_fp8_gate
+from draftworks.preflight.machine import check_machine, check_placement
+from draftworks.preflight.plausible_values import check_made_dtypes
+from draftworks.preflight.services import check_served_data
+from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.storage.identity import digest
+from draftworks.storage.names import FP8_GATE, TRAINING_FEATURES, of_strategy
 from draftworks.targets.fitted_defaults import describe_fitted
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import (

@@ -11,9 +11,9 @@ import dagster as dg
 from draftworks.config.strategies import StrategySpec
 from draftworks.fleet.leaderboard import Fleet, Standing
 from draftworks.fleet.leaderboard_views import MARKDOWN, PLOT, markdown, save
-from draftworks.storage.asset_names import LEADERBOARD, of_strategy
 from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import digest
+from draftworks.storage.names import LEADERBOARD, of_strategy
 from resources.dead_runs import end_with_run_process
 from resources.workspace import Workspace
 from spec_assets.common import OWNERS, translate_errors

@@ -8,8 +8,8 @@ import dagster as dg
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError, EngineError
 from draftworks.evaluation.acceptance_length import NAME
-from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
 from draftworks.storage.identity import digest
+from draftworks.storage.names import TARGET_MODEL, of_strategy
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from spec_assets.common import asset, require_target
@@ -66,7 +66,7 @@ def make_observed_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
 
 def describe_servers(target: str, standings: Any) -> dict[str, Any]:
     """Return metadata: the table, a plot of the series, and figures that Dagster plots over time."""
-    from draftworks.production.views import plot_series, render_markdown, select_figures
+    from draftworks.production.standing import plot_series, render_markdown, select_figures
 
     metadata: dict[str, Any] = {"servers": dg.MetadataValue.md(render_markdown(standings)), **select_figures(standings)}
     picture = plot_series(standings, target)

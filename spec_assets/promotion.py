@@ -8,9 +8,9 @@ import dagster as dg
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.evaluation.acceptance_length import SYMBOL, format_change, format_length
-from draftworks.service.record import EvalFigures, InService
-from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
+from draftworks.service.register import EvalFigures, InService
 from draftworks.storage.identity import digest
+from draftworks.storage.names import TARGET_MODEL, of_strategy
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from spec_assets.common import NothingToDo, asset, read_partition, report_check, require_target, translate_errors
@@ -196,7 +196,7 @@ def _tell(context: dg.AssetExecutionContext, service: "Service", record: InServi
 def describe_service(service: "Service", record: InService) -> dict[str, Any]:
     """Return metadata: who, when, why, states, and the figures of the draft or its canary beside what it replaces."""
     from draftworks.service.hook import describe_delivery
-    from draftworks.service.states import find_delivery, read_states
+    from draftworks.service.rule import find_delivery, read_states
 
     states = read_states(service.register)
     delivery = find_delivery(service.register, record)

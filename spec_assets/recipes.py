@@ -1,9 +1,10 @@
-"""Recipes: the options of a target, one asset for each group of assets that reads the same of them.
+"""Recipes: the options of a target, one asset for each group of assets that reads the same of them; and its plan.
 
 Dagster marks an asset as stale when the data version of one it depends on changes. With one version for all options, a
 changed learning rate of one strategy would mark everything of all of them.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,15 +12,53 @@ import dagster as dg
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import StrategySpec, resolve_strategy
+from draftworks.errors import DraftworksError
 from draftworks.preflight.compatibility import check_requirements, collect_taps, resolve_draft_vocab_size
-from draftworks.storage.asset_names import EVALUATION_RECIPE, RECIPE, of_strategy
 from draftworks.storage.identity import digest
+from draftworks.storage.names import EVALUATION_RECIPE, RECIPE, of_strategy
 from draftworks.targets.registry import Registry, apply_overrides, resolve_training_options
 from draftworks.targets.resolve import read_num_layers
 from resources.workspace import Workspace
 from spec_assets.common import OWNERS, guard
 from spec_assets.inputs import GROUP, require_sound_target
-from spec_assets.plans import describe_plans
+from spec_assets.metadata import format_table
+
+log = logging.getLogger(__name__)
+
+
+def describe_plans(workspace: Workspace, target: str) -> dict[str, dict[str, Any]]:
+    """Return metadata for each `{strategy}_recipe`, and save the plan for the comparison of what the run takes.
+
+    A plan decides nothing, so one that cannot be made is a word in the log and ends no run.
+    """
+    from draftworks.planning.plan import (
+        compare_plan,
+        load_plan,
+        make_plan,  # one step of a run plans, and every process loads this module
+        save_plan,
+    )
+    from draftworks.planning.plan_table import build_header, build_rows
+    from draftworks.planning.subject import PlanSubject
+
+    try:
+        subject = PlanSubject.of(target, workspace.registry)
+        saved = load_plan(workspace.var, target)
+        actual = () if saved is None else compare_plan(saved, subject)
+        found: dict[str, dict[str, Any]] = {}
+        for strategy in subject.target.strategies:
+            plan = make_plan(subject, [strategy])
+            assets = {step.asset for way in plan.ways.values() for step in way.steps}
+            took = [each for each in actual if each.step.asset in assets and each.seconds is not None]
+            table = format_table(build_header(plan, took), build_rows(plan, took))
+            found[of_strategy(strategy).recipe] = {"plan": table, "gpu_hours_left": plan.chosen.gpu_hours.value}
+        save_plan(workspace.var, make_plan(subject))
+        return found
+    except DraftworksError as error:
+        log.warning("the plan of target %s cannot be shown: %s", target, error)
+    except Exception:  # a figure for people must not end a run
+        log.warning("the plan of target %s cannot be shown", target, exc_info=True)
+    return {}
+
 
 DATA = """Options of data, answers and capture with defaults filled in, and what the strategies together need of them: taps
 and the size of a reduced vocabulary. Its step also checks the whole entry of the target and what the run itself overrides,

@@ -7,9 +7,8 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.config.mix import OFF, ON
+from draftworks.config.data import OFF, ON, AnswersSampling
 from draftworks.config.registry_files import TargetSpec
-from draftworks.config.responses import AnswersSampling
 from draftworks.config.run_files import VOCAB_FILE, EvaluateRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
@@ -20,9 +19,9 @@ from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.model_card import CardSubject, model_card, strip_front_matter
 from draftworks.fleet.staleness import is_measured_on
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
-from draftworks.storage.asset_names import EVALUATION_RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, of_eval_set, of_strategy
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import publish_file
 from draftworks.storage.identity import LastHidden, digest
+from draftworks.storage.names import EVALUATION_RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, of_eval_set, of_strategy
 from draftworks.storage.records import DraftIdentity, Limits, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 from resources.torch_launcher import TorchLauncher
@@ -38,8 +37,7 @@ from spec_assets.common import (
     require_publishable,
     require_target,
 )
-from spec_assets.eval_users import EvalUsers, depend_on_eval_sets
-from spec_assets.evals import locate_feature_set, read_answers_identity, read_eval_data
+from spec_assets.evals import EvalUsers, depend_on_eval_sets, locate_feature_set, read_answers_identity, read_eval_data
 from spec_assets.metadata import embed_picture, select_acceptance, tabulate_sampled
 
 GROUP = "reports"

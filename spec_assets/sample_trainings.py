@@ -14,7 +14,7 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.config.trackers import TrackersSpec
 from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact
-from draftworks.storage.asset_names import HELDOUT_FEATURES, HELDOUT_RESPONSES, VOCAB_MAPPING
+from draftworks.storage.names import HELDOUT_FEATURES, HELDOUT_RESPONSES, VOCAB_MAPPING
 from draftworks.targets.registry import HELDOUT
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace

@@ -14,8 +14,8 @@ from draftworks.errors import ConfigError
 from draftworks.evaluation.acceptance_length import NAME, count_own_token, format_change, format_length
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import EVALUATION_RECIPE, HELDOUT_RESPONSES, TARGET_MODEL, of_strategy
 from draftworks.storage.identity import digest
+from draftworks.storage.names import EVALUATION_RECIPE, HELDOUT_RESPONSES, TARGET_MODEL, of_strategy
 from draftworks.storage.records import ExportIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 from resources.sglang_server import SGLangServer

@@ -8,17 +8,17 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.config.mix import OFF, ON
+from draftworks.config.data import OFF, ON
 from draftworks.config.run_files import TOKENS_FOLDER, FeatureSet
 from draftworks.evaluation.acceptance_length import format_interval, format_length
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import (
+from draftworks.storage.identity import digest
+from draftworks.storage.names import (
     HELDOUT_RESPONSES,
     RECIPE,
     TARGET_MODEL,
     TOKENIZED_TRAIN,
 )
-from draftworks.storage.identity import digest
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, obtain_result, report_result, require_target
@@ -91,8 +91,7 @@ class Comparison:
 
     def _write_sets(self, folder: Path) -> dict[str, dict[str, int]]:
         """Write the tokens of each training; return their samples and tokens."""
-        from draftworks.data.equal_sets import choose_equal_sets
-        from draftworks.data.tokenized import TokenizedSet, write_tokens
+        from draftworks.data.tokenized import TokenizedSet, choose_equal_sets, write_tokens
 
         sets = choose_equal_sets(TokenizedSet.open(self.tokens.path), self.trainings.target.comparison.tokens)
         for name, rows in sets.items():

@@ -18,10 +18,10 @@ from typing import Any
 import dagster as dg
 
 from draftworks.config.strategies import list_strategies
-from draftworks.preflight.cached_examination import is_examined
+from draftworks.preflight.examine import is_examined
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import DATASET, LEADERBOARD, RECIPE, TARGET_MODEL, of_strategy
 from draftworks.storage.identity import FileDigests, RememberedDigests
+from draftworks.storage.names import DATASET, LEADERBOARD, RECIPE, TARGET_MODEL, of_strategy
 from draftworks.targets.weights import is_checked
 from resources.workspace import Workspace
 from spec_assets.inputs import read_data_versions

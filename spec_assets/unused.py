@@ -15,7 +15,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import StrategySpec, list_strategies, resolve_strategy
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import resolve_draft_vocab_size
-from draftworks.storage.asset_names import FP8_GATE, THINKING_COMPARISON, VOCAB_MAPPING, of_eval_set, of_strategy
+from draftworks.storage.names import FP8_GATE, THINKING_COMPARISON, VOCAB_MAPPING, of_eval_set, of_strategy
 from draftworks.targets.registry import HELDOUT, Registry
 
 UNUSED = "unused"

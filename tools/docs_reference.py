@@ -103,8 +103,7 @@ def render_cli_page() -> list[str]:
     from typer.core import TyperGroup
     from typer.main import get_command
 
-    from draftworks.programs.cli import app
-    from draftworks.programs.lazy_commands import LazyCommand
+    from draftworks.programs.cli import LazyCommand, app
 
     command = get_command(app)
     assert isinstance(command, TyperGroup)  # it has several commands

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,10 @@ from typing import Any
 from draftworks.capture.engine import find_backend
 from draftworks.capture.plan import CapturePlan, SampleJob, StreamPlan, make_batches, make_windows
 from draftworks.config.run_files import CaptureRun
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.errors import StoreError
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import publish_file, read_json
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import read_json
 
 FOLDER = "begun"
 """Folder of the notes, in the root of the feature store."""
@@ -171,3 +170,51 @@ def _sweep(folder: Path) -> None:
         with suppress(FileNotFoundError):  # another process's staging file, meanwhile renamed
             if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
                 path.unlink()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of one rank.
+
+    Attributes:
+        unit: what is counted: "samples", "conversations".
+        done: how many of `total` are done, those of earlier runs included.
+        share: finished share of this run's own work, 0 to 1, in the measure that best predicts the remaining time.
+        tokens: number of tokens processed in this run, in `seconds`.
+    """
+
+    unit: str
+    done: int
+    total: int
+    share: float
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Estimated remaining seconds; None before anything is done."""
+        return self.seconds * (1 - self.share) / self.share if self.share else None
+
+    def summarize(self) -> dict[str, float | int | str]:
+        """Return the figures for one log line: units done, tokens per second and remaining time."""
+        eta = "?" if self.eta_s is None else _format_duration(self.eta_s)
+        return {self.unit: f"{self.done}/{self.total}", "tokens/s": round(self.tokens_per_s), "eta": eta}
+
+
+def _format_duration(seconds: float) -> str:
+    """Format a duration in its two largest units: 40s, 3m05s, 2h30m, 4d06h."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+ProgressCallback = Callable[[Progress], None]

@@ -20,10 +20,9 @@ from pathlib import Path
 
 from draftworks.capture.plan import SampleJob
 from draftworks.features.contracts import KeyedFeatureStore
-from draftworks.storage.atomic import publish_file
 from draftworks.storage.file_lock import REMINDER_S, hold_lock
-from draftworks.storage.lease import Lease
-from draftworks.storage.lease_file import DEFAULT_TIMES, LeaseFile, LeaseTimes, LeaseWatch
+from draftworks.storage.files import publish_file
+from draftworks.storage.lease import DEFAULT_TIMES, Lease, LeaseFile, LeaseTimes, LeaseWatch
 
 POLL_S = 0.05
 

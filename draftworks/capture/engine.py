@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from draftworks.capture.background import BackgroundWorker
+from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.sglang.job_servers import JobServers
 from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, digest
-from draftworks.storage.suggestions import suggest_or_list
-from draftworks.targets.machine import describe_computation
+from draftworks.storage.words import suggest_or_list
+from draftworks.targets.fitted_defaults import describe_computation
 from draftworks.targets.stored_head import require_one_head
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftworks.capture.engine import find_backend, make_engine_identity
 from draftworks.config.run_files import CaptureRun
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.errors import CaptureError
 from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetIdentity

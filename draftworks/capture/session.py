@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from draftworks.capture.batch_notes import Windows, cut_windows, remove_note
+from draftworks.capture.batch_notes import Progress, ProgressCallback, Windows, cut_windows, remove_note
 from draftworks.capture.claims import Claims, Share, share_out
 from draftworks.capture.engine import TargetEngine, find_backend
-from draftworks.capture.in_flight import InFlight, InFlightBudget, RequestSize
 from draftworks.capture.plan import (
     GB,
     CapturePlan,
@@ -28,17 +30,86 @@ from draftworks.capture.plan import (
     plan_capture,
     require_budget,
 )
-from draftworks.capture.progress import Progress, ProgressCallback
-from draftworks.capture.sound_capture import SoundCapture, require_few_failed, verify_head_of
+from draftworks.capture.verify import SoundCapture, require_few_failed, verify_head_of
+from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.conversations import QUARANTINE_FILE
-from draftworks.data.rejected import RejectedSample, write_rejected
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.raw_rows import RejectedSample, write_rejected
+from draftworks.data.tokenized import TokenRow
 from draftworks.errors import EngineError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetManifest, write_feature_set
 from draftworks.features.open_store import open_store, open_store_to_write
 from draftworks.storage.words import format_count
+
+DEFAULT_BATCHES = 4
+"""Batches in flight where `capture.in_flight_tokens` is not set."""
+
+Work = TypeVar("Work")
+
+
+@dataclass(frozen=True)
+class RequestSize:
+    """Tokens of a batch, and the bytes of its hidden states."""
+
+    tokens: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tokens: int, streams: StreamPlan, capture: CaptureSpec) -> RequestSize:
+        itemsize = getattr(torch, capture.compute_dtype).itemsize
+        return cls(tokens, tokens * len(streams.streams) * streams.hidden_size * itemsize)
+
+
+@dataclass(frozen=True)
+class InFlightBudget:
+    """The most that is in flight, but for one batch, which is always allowed. `batches` None is no limit."""
+
+    tokens: int
+    nbytes: int
+    batches: int | None = None
+
+    @classmethod
+    def of(cls, capture: CaptureSpec, engine: TargetEngine) -> InFlightBudget:
+        """Return the budget of the settings, further limited by what the engine can take."""
+        tokens = capture.in_flight_tokens or DEFAULT_BATCHES * capture.batch_tokens
+        nbytes = capture.in_flight_mb << 20
+        room = engine.bytes_in_flight_limit
+        return cls(tokens, nbytes if room is None else min(nbytes, room), engine.batches_in_flight_limit)
+
+
+class InFlight(Generic[Work]):
+    """A queue of work in flight, oldest first. Each counts until it is dropped, thus until its features are stored."""
+
+    def __init__(self, budget: InFlightBudget) -> None:
+        self._budget = budget
+        self._entries: deque[tuple[Work, RequestSize]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def fits(self, size: RequestSize) -> bool:
+        """Return whether work of this size may begin now."""
+        budget, sizes = self._budget, [each for _, each in self._entries]
+        return not sizes or (
+            sum(each.tokens for each in sizes) + size.tokens <= budget.tokens
+            and sum(each.nbytes for each in sizes) + size.nbytes <= budget.nbytes
+            and (budget.batches is None or len(sizes) < budget.batches)
+        )
+
+    def add(self, work: Work, size: RequestSize) -> None:
+        self._entries.append((work, size))
+
+    @property
+    def oldest(self) -> Work:
+        return self._entries[0][0]
+
+    def drop_oldest(self) -> None:
+        self._entries.popleft()
+
+    def list_work(self) -> list[Work]:
+        return [work for work, _ in self._entries]
+
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from pydantic import Field, field_validator, model_validator
+
+from draftworks.config.base import DistinctNumbers, Dtype, Spec, require_distinct
 from draftworks.errors import ConfigError
 
 AcceptanceRule = Literal["greedy_draft", "rejection", "block"]
@@ -115,3 +118,263 @@ class Decoding:
 
 
 GREEDY = Decoding()
+
+VLLM, SGLANG = "vLLM 0.33", "SGLang 0.5.23"
+UNKNOWN_SERVERS = "no server that is known"
+_EAGLE = ("eagle3", "mtp")
+_ONE_STEP = ("peagle", "dflash", "dflash2", "lilicorr", "dspark")
+
+
+@dataclass(frozen=True)
+class ServerRule:
+    """The rule of one server for drafts of some strategies.
+
+    Attributes:
+        flags: what sets it; empty where it is what the server does unasked.
+        usual: whether evaluations measure it unasked: all rules without flags, and those of a strategy's own switch.
+        note: what else it needs.
+    """
+
+    server: str
+    strategies: tuple[str, ...]
+    flags: str
+    rule: AcceptanceRule
+    source: str
+    note: str = ""
+    own_switch: bool = False
+
+    @property
+    def usual(self) -> bool:
+        return not self.flags or self.own_switch
+
+    def describe(self) -> str:
+        """Return the server, with what sets its rule."""
+        return f"{self.server} with {self.flags}" if self.flags else self.server
+
+
+SERVER_RULES = (
+    ServerRule(
+        VLLM,
+        (*_EAGLE, *_ONE_STEP),
+        "",
+        "greedy_draft",
+        "config/speculative.py: draft_sample_method greedy; v1/worker/gpu/spec_decode/speculator.py: sample_draft",
+    ),
+    ServerRule(
+        VLLM,
+        ("xpress",),
+        "",
+        "greedy_draft",
+        "v1/worker/gpu/spec_decode/xpress/speculator.py: jacobi_refine_greedy",
+        "the draft is greedy whatever the flags say; from 0.33 on",
+    ),
+    ServerRule(
+        VLLM,
+        (*_EAGLE, *_ONE_STEP),
+        '"draft_sample_method": "probabilistic"',
+        "rejection",
+        "v1/worker/gpu/spec_decode/rejection_sampler_utils.py: _rejection_kernel",
+    ),
+    ServerRule(
+        VLLM,
+        (*_EAGLE, *_ONE_STEP),
+        '"draft_sample_method": "probabilistic", "rejection_sample_method": "block"',
+        "block",
+        "v1/worker/gpu/spec_decode/rejection_sampler_utils.py: USE_BLOCK_VERIFICATION",
+        "Model Runner V2; with a greedy draft `block` is `greedy_draft`",
+    ),
+    ServerRule(
+        SGLANG,
+        _EAGLE,
+        "",
+        "greedy_draft",
+        "srt/speculative/eagle_utils.py: eagle_sample, tree_speculative_sampling_target_only",
+    ),
+    ServerRule(
+        SGLANG,
+        ("mtp",),
+        "ROCm",
+        "rejection",
+        "srt/arg_groups/speculative_hook.py: _should_auto_enable_hip_rejection_sampling",
+        "unasked there, for --speculative-algorithm EAGLE and NEXTN",
+    ),
+    ServerRule(
+        SGLANG,
+        _EAGLE,
+        "--speculative-use-rejection-sampling",
+        "rejection",
+        "srt/speculative/eagle_utils.py: chain_speculative_sampling_triton",
+        "refused for a draft with a reduced vocabulary; --speculative-eagle-topk 1",
+    ),
+    ServerRule(
+        SGLANG,
+        _EAGLE,
+        "--speculative-use-block-verification",
+        "block",
+        "srt/arg_groups/speculative_hook.py: handle_speculative_decoding",
+        "CUDA and ROCm; it sets --speculative-use-rejection-sampling",
+    ),
+    ServerRule(
+        SGLANG,
+        ("dflash", "domino"),
+        "",
+        "greedy_draft",
+        "srt/speculative/dflash_utils.py: compute_dflash_sampling_correct_drafts_and_bonus",
+        "no flag changes it",
+    ),
+    ServerRule(
+        SGLANG,
+        ("dflash2",),
+        "",
+        "rejection",
+        "srt/speculative/dflash_worker_v2.py: _selector_sampling_accept",
+    ),
+    ServerRule(
+        SGLANG,
+        ("lilicorr",),
+        "",
+        "greedy_draft",
+        "srt/speculative/lilicorr_utils.py: resolve_sampling_enabled; srt/environ.py: SGLANG_ENABLE_LILICORR_SAMPLING",
+    ),
+    ServerRule(
+        SGLANG,
+        ("lilicorr",),
+        "SGLANG_ENABLE_LILICORR_SAMPLING=1",
+        "rejection",
+        "srt/speculative/lilicorr_utils.py: resolve_sampling_enabled",
+        own_switch=True,
+    ),
+    ServerRule(
+        SGLANG,
+        ("dspark",),
+        "",
+        "rejection",
+        "srt/speculative/dspark_components/dspark_verify.py: accept_draft_tokens",
+    ),
+    ServerRule(
+        SGLANG,
+        ("dspark",),
+        "SGLANG_DSPARK_USE_GREEDY_DRAFT=1",
+        "greedy_draft",
+        "srt/environ.py: SGLANG_DSPARK_USE_GREEDY_DRAFT",
+    ),
+    ServerRule(
+        SGLANG,
+        ("dflash2", "lilicorr", "dspark"),
+        "--speculative-use-block-verification",
+        "block",
+        "srt/speculative/dflash_worker_v2.py: _block_verification",
+        "CUDA and ROCm; drafts that draw only",
+    ),
+)
+
+
+def list_server_rules(strategy: str) -> Iterator[ServerRule]:
+    """Yield the rows for drafts of a strategy; none for one that no known server loads."""
+    return (row for row in SERVER_RULES if strategy in row.strategies)
+
+
+def list_usual_rules(strategy: str) -> tuple[AcceptanceRule, ...]:
+    """Return the rules that servers have for drafts of a strategy unasked, each once, vLLM's first.
+
+    For a strategy that no known server loads it is `greedy_draft`, the default of both servers.
+    """
+    found: dict[AcceptanceRule, None] = {row.rule: None for row in list_server_rules(strategy) if row.usual}
+    return tuple(found) if found else ("greedy_draft",)
+
+
+def describe_servers(strategy: str, rule: AcceptanceRule | None) -> str:
+    """Return the servers that accept so: those that do unasked; without one, those that can be told to.
+
+    Args:
+        rule: None is greedy decoding, of which nothing is said.
+    """
+    if rule is None:
+        return ""
+    rows = [row for row in list_server_rules(strategy) if row.rule == rule]
+    unasked = [row for row in rows if not row.flags]
+    return ", ".join(row.describe() for row in unasked or rows) or UNKNOWN_SERVERS
+
+
+class LoopSpec(Spec):
+    """Rung 4 of the acceptance ladder: real speculative decoding, one prompt at a time."""
+
+    prompts: int = Field(default=16, ge=0, description="Held-out prompts to decode; 0 leaves the rung out.")
+    temperatures: DistinctNumbers = Field(
+        default=[0.0], description="0 is greedy; others sample, on rung 1 too, by each of `rules`."
+    )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        description="Above temperature 0: the target samples from so many likeliest tokens; null: all.",
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Above temperature 0: and from the fewest of them with this mass; 1 = all. Servers leave the draft uncut.",
+    )
+    rules: list[AcceptanceRule] | None = Field(
+        default=None,
+        min_length=1,
+        description="Rules of acceptance above temperature 0; null: those that servers have for the strategy unasked. block is "
+        "of rung 4 only.",
+    )
+    compute_dtype: Dtype = Field(default="float32", description="Dtype of the target's weights and activations.")
+
+    @field_validator("temperatures")
+    @classmethod
+    def _check_temperatures(cls, value: list[float]) -> list[float]:
+        if any(temperature < 0 for temperature in value):
+            raise ValueError(f"a temperature is at least 0, found {value}")
+        return value
+
+    @field_validator("rules")
+    @classmethod
+    def _check_rules(cls, value: list[AcceptanceRule] | None) -> list[AcceptanceRule] | None:
+        require_distinct([str(rule) for rule in value or ()])
+        return value
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> LoopSpec:
+        given = {"top_k": self.top_k is not None, "top_p": self.top_p != 1, "rules": self.rules is not None}
+        useless = [name for name, is_given in given.items() if is_given]
+        if useless and not self._sampled:
+            raise ValueError(
+                f"{', '.join(useless)} without effect: temperatures {self.temperatures} are greedy. Add one above 0, or leave "
+                f"{'it' if len(useless) == 1 else 'them'} out"
+            )
+        return self
+
+    @property
+    def _sampled(self) -> list[float]:
+        return [temperature for temperature in self.temperatures if temperature > 0]
+
+    def list_decodings(self, strategy: str) -> tuple[Decoding, ...]:
+        """Return what rung 4 decodes by, for drafts of a strategy, in the order of the temperatures."""
+        rules = self._list_rules(strategy)
+        return tuple(
+            decoding
+            for temperature in self.temperatures
+            for decoding in (
+                [Decoding(temperature, rule, self.top_k, self.top_p) for rule in rules] if temperature else [GREEDY]
+            )
+        )
+
+    def list_simulated(self, strategy: str) -> tuple[Decoding, ...]:
+        """Return those that rung 1 is computed for: token by token, and not greedy."""
+        return tuple(one for one in self.list_decodings(strategy) if one.rule not in (None, "block"))
+
+    def _list_rules(self, strategy: str) -> tuple[AcceptanceRule, ...]:
+        return list_usual_rules(strategy) if self.rules is None else tuple(self.rules)
+
+    def to_identity(self, strategies: Iterable[str]) -> dict[str, Any]:
+        """Return the options that determine the figures of these strategies' drafts, or without any the greedy figures.
+
+        Those of sampling are left out where nothing is sampled, so that results from before there were rules stay hits.
+        """
+        decided = self.model_dump(include={"prompts", "temperatures", "compute_dtype"})
+        rules = {name: list(self._list_rules(name)) for name in sorted(strategies)}
+        if not self._sampled or not rules:
+            return decided
+        return {**decided, "rules": rules, "top_k": self.top_k, "top_p": self.top_p}

@@ -8,15 +8,11 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from draftworks.config.base import Spec
-from draftworks.config.budget import BudgetSpec
-from draftworks.config.features import FeaturesSpec
+from draftworks.config.capture import SGLangSpec
+from draftworks.config.features import FeaturesSpec, ObjectStorageSpec, PublishSpec
 from draftworks.config.launchers import KINDS, AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
-from draftworks.config.notifications import NotificationSpec, require_distinct
-from draftworks.config.object_storage import ObjectStorageSpec, PublishSpec
+from draftworks.config.operations import BudgetSpec, NotificationSpec, PricesSpec, RetentionSpec, require_distinct
 from draftworks.config.plain_errors import show
-from draftworks.config.prices import PricesSpec
-from draftworks.config.retention import RetentionSpec
-from draftworks.config.sglang import SGLangSpec
 from draftworks.config.urls import parse_url
 from draftworks.errors import ConfigError
 

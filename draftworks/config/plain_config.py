@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import read_json
 
 _TYPES = ("llama", "qwen3")
 """Model types whose class in transformers takes these values as the file has them."""

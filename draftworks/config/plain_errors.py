@@ -10,8 +10,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from draftworks.storage.suggestions import OTHER_WORDS, find_close, list_fitting, rate, suggest, suggest_or_list
-from draftworks.storage.words import list_names
+from draftworks.storage.words import OTHER_WORDS, find_close, list_fitting, list_names, rate, suggest, suggest_or_list
 
 CREDENTIALS = re.compile(r"//[^/\s]*@")
 """Credentials in a URL; error messages mask them."""

@@ -13,21 +13,20 @@ from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import DistinctNames, Dtype, Spec
 from draftworks.config.capture import CaptureSpec
-from draftworks.config.comparison import ComparisonSpec
-from draftworks.config.conversion import DataSpec
-from draftworks.config.cron import parse_cron, require_timezone
-from draftworks.config.dataset_urls import is_url, parse_dataset_url
-from draftworks.config.decision import DecisionSpec
-from draftworks.config.gates import GateSpec
-from draftworks.config.loop import LoopSpec
-from draftworks.config.mix import MixSpec
-from draftworks.config.observation import ObservationSpec, ObservedServerSpec, check_servers
-from draftworks.config.responses import ResponseSpec
-from draftworks.config.served import ServedSpec
-from draftworks.config.service import ServiceSpec
-from draftworks.config.serving import ServingSpec
-from draftworks.config.streaming import StreamingSpec, StreamSteps, count_steps
+from draftworks.config.data import MixSpec, ResponseSpec, ServedSpec
+from draftworks.config.decoding import LoopSpec
+from draftworks.config.features import StreamingSpec, StreamSteps, count_steps
+from draftworks.config.operations import (
+    DecisionSpec,
+    ObservationSpec,
+    ObservedServerSpec,
+    check_servers,
+    parse_cron,
+    require_timezone,
+)
+from draftworks.config.service import ComparisonSpec, DataSpec, GateSpec, ServiceSpec, ServingSpec
 from draftworks.config.trackers import TrackersSpec
+from draftworks.config.urls import is_url, parse_dataset_url
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")

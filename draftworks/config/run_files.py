@@ -13,15 +13,12 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec, SpecType
-from draftworks.config.capture import CaptureSpec, FeatureStorage
-from draftworks.config.features import StoreKind
-from draftworks.config.object_storage import ObjectFeaturesSpec
+from draftworks.config.capture import CaptureSpec, FeatureStorage, SGLangSpec
+from draftworks.config.data import AnswersSampling
+from draftworks.config.features import ObjectFeaturesSpec, StoreKind, StreamFollower, StreamingSpec, StreamSteps
 from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
-from draftworks.config.responses import AnswersSampling
-from draftworks.config.serving import ServingSpec
-from draftworks.config.sglang import SGLangSpec
-from draftworks.config.streaming import StreamFollower, StreamingSpec, StreamSteps
-from draftworks.config.validation import load_yaml
+from draftworks.config.service import ServingSpec
+from draftworks.config.strict_yaml import load_yaml
 from draftworks.storage.names import require_name
 
 TOKENS_FOLDER = "tokens"

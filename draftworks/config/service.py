@@ -1,16 +1,18 @@
-"""Options of putting drafts into service: margins of the rule, whether it acts by itself, the hook. Torch-free."""
+"""Options of service and serving: the rule of promotion, the hook, gates of reports, fp8, comparisons. Torch-free."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import EnvironmentName, Spec
+from draftworks.config.base import Dtype, EnvironmentName, Spec
+from draftworks.config.capture import StartedServer
 from draftworks.config.urls import parse_url
-from draftworks.storage.suggestions import suggest_or_list
+from draftworks.storage.words import suggest_or_list
 
 LEAST_PROMPTS = 120
 """Prompts from which on few promotions and decisions are wrong, whatever the data: see docs/benchmarks.md."""
@@ -115,3 +117,96 @@ class ServiceSpec(Spec):
 
     def select_margin(self, eval_set: str) -> float:
         return self.margins.get(eval_set, self.margin)
+
+
+class ServingSpec(Spec):
+    """Rung 6 of the acceptance ladder: the exported draft in a live SGLang server that is started for the measurement."""
+
+    prompts: int = Field(default=0, ge=0, description="Held-out samples to answer; 0 leaves the rung out.")
+    concurrency: int = Field(default=8, ge=1, description="Requests at a time.")
+    compute_dtype: Dtype = Field(
+        default="bfloat16",
+        description="Dtype of target and draft in the server. Left out, it is float32 on a CPU, where SGLang takes nothing else.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
+    format: str | None = Field(default=None, description="Export format to serve; default the first that SGLang loads.")
+    tolerance: float = Field(
+        default=0.05,
+        ge=0,
+        description="Difference from the walk (rung 3) that is no warning, as a share of its tokens per pass.",
+    )
+    server: StartedServer = Field(default_factory=StartedServer)
+
+    def to_identity(self) -> dict[str, Any]:
+        """Return the options that determine the figures."""
+        return self.model_dump(exclude={"device"})
+
+
+class DataSpec(Spec):
+    """How conversations become supervised tokens."""
+
+    only_last_turn: bool = Field(default=False, description="Supervise only the last assistant turn.")
+    held_out_share: float = Field(
+        default=0.1, gt=0, lt=1, description="Share of conversations kept for the eval set `heldout`."
+    )
+    max_conversations: int | None = Field(
+        default=None, gt=0, description="Number of conversations to use, chosen by hash; None = all."
+    )
+    max_rejected_share: float = Field(
+        default=0.05, ge=0, le=1, description="Share of rejected data rows above which the run stops."
+    )
+    min_supervised_share: float = Field(
+        default=0.02, ge=0, le=1, description="Share of supervised tokens below which the run stops."
+    )
+    workers: int = Field(default=2, ge=1, description="Tokenizer processes.")
+
+    def to_identity(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"workers"})
+
+
+Outcome = Literal["warn", "error"]
+
+
+class GateSpec(Spec):
+    """Effect of each failed check: `warn` reports it and continues, `error` fails the run and prevents the export.
+
+    The keys `fp8_...` are of the gate before training on features in fp8 (`capture.storage`).
+
+    Only checks that are a matter of judgement are listed. Checks whose failure means a defect (features that are not the
+    target's, exports that do not compute the draft's logits) always fail the run.
+    """
+
+    loss_falls: Outcome = Field(default="error", description="Training loss ends below where it began.")
+    beats_baselines: Outcome = Field(
+        default="warn", description="The draft accepts more than a bigram table and than itself untrained."
+    )
+    not_worse: Outcome = Field(default="warn", description="The draft accepts no less than the one that it replaces.")
+    agrees_with_walk: Outcome = Field(default="warn", description="The live server accepts as many tokens as the walk.")
+    answers_finished: Outcome = Field(
+        default="warn", description="Most answers end before max_new_tokens cuts them off."
+    )
+    fp8_max_loss: float = Field(
+        default=0.02,
+        gt=0,
+        lt=1,
+        description="Features in fp8 are refused unless the upper bound of what drafts lose of their accepted tokens per pass "
+        "(rung 3), as a share, is at most this.",
+    )
+    fp8_samples: int = Field(default=2000, ge=1, description="Training samples of that comparison, chosen by hash.")
+    fp8_steps: int = Field(default=500, ge=1, description="Optimizer steps of each of its trainings.")
+    fp8_seeds: int = Field(
+        default=2, ge=1, description="Its seeds; each trains a draft on plain features and one on fp8."
+    )
+    fp8_ungated: bool = Field(
+        default=False, description="Train on features in fp8 although the comparison has not passed, or was not made."
+    )
+
+
+class ComparisonSpec(Spec):
+    """Trainings of `compare_thinking`: on answers with thinking on, off, and on both, for each strategy."""
+
+    tokens: int = Field(
+        default=1_000_000, ge=1, description="Tokens of each training set, at most; all have those of the smaller kind."
+    )
+    steps: int = Field(default=500, ge=1, description="Optimizer steps of each training.")
+    seeds: int = Field(default=2, ge=1, description="Seeds; each trains three drafts of a strategy.")

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import model_validator
 
 from draftworks.config.registry_files import Spec, StrategyEntry
-from draftworks.config.validation import parse_spec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
-from draftworks.storage.suggestions import suggest_or_list
+from draftworks.storage.words import suggest_or_list
 
 PLUGINS = "draftworks.strategies"
 """Entry-point group: every process imports its modules, and each import registers strategies."""

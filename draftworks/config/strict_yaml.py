@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.events import (
-    AliasEvent,
-    Event,
-    MappingStartEvent,
-    NodeEvent,
-    ScalarEvent,
-    SequenceStartEvent,
-)
+from pydantic import BaseModel, ValidationError
+from yaml.events import AliasEvent, Event, MappingStartEvent, NodeEvent, ScalarEvent, SequenceStartEvent
 
+from draftworks.config.base import SpecType
+from draftworks.config.plain_errors import Beside, PlainErrors
 from draftworks.errors import ConfigError
 from draftworks.storage.words import shorten
 
@@ -228,3 +224,31 @@ def _shorten_error(error: yaml.YAMLError) -> str:
     message = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
     where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
     return where + shorten(str(message), _MOST)
+
+
+def load_yaml(path: Path, model: type[SpecType], beside: Beside = dict, **extra: Any) -> SpecType:
+    """Read one registry file into `model`; `extra` adds fields that follow from elsewhere, such as the file's name.
+
+    Raises:
+        ConfigError: unreadable file, bad YAML (see `strict_yaml`), unknown key (closest names suggested), bad value, or
+            a value in the file that differs from the one in `extra`.
+    """
+    raw = read_mapping(path)
+    given = [key for key in extra if key in raw and raw[key] != extra[key]]
+    if given:
+        raise ConfigError(f"{path}: {given[0]} follows from the name of the file, {extra[given[0]]}: leave the key out")
+    return parse_spec(model, {**raw, **extra}, where=str(path), beside=beside)
+
+
+def parse_spec(model: type[SpecType], values: dict[str, Any], where: str, beside: Beside = dict) -> SpecType:
+    """Return `model(**values)`. Raises one ConfigError for all problems, each line beginning with `where`."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error, model, where, beside)) from error
+
+
+def describe_validation_error(error: ValidationError, model: type[BaseModel], where: str, beside: Beside = dict) -> str:
+    """Return one line per problem: where, what is wrong, what was found, and what may be meant."""
+    plain = PlainErrors(model, where, beside)
+    return "\n".join(plain.describe(problem) for problem in error.errors())

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from draftworks.data.conversations import ANSWER, REASONING_KEYS, Conversation, Scalar, Turn
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.storage.identity import digest
 
 Format = Literal["sharegpt", "openai", "tokens"]

@@ -5,22 +5,104 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftworks.data.conversations import SUMMARY_FILE, read_summary
-from draftworks.data.token_rows import TokenRow
+from draftworks.config.data import OFF, ON, THINKING
+from draftworks.data.conversations import SUMMARY_FILE, Conversation, Scalar, read_summary
+from draftworks.data.slices import THINKING_PAIR
 from draftworks.errors import DataError, StoreError
-from draftworks.storage.atomic import publish_file, publish_json
-from draftworks.storage.identity import DIGEST_LENGTH, canonical_json, file_digest
-from draftworks.storage.manifest import FileManifest
+from draftworks.storage.artifacts import FileManifest
+from draftworks.storage.files import publish_file, publish_json
+from draftworks.storage.identity import DIGEST_LENGTH, canonical_json, digest, file_digest
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRow:
+    """Token ids int32 (S,) and loss mask bool (S,): True where the model learns the token."""
+
+    sample_id: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    columns: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return self.sample_id
+
+    @property
+    def prompt_key(self) -> str:
+        """Digest of the ids before the first supervised one; the id of the row if there is none before it."""
+        prompt = self.input_ids[: int(np.argmax(self.loss_mask))] if self.supervised else self.input_ids
+        return hashlib.sha256(prompt.astype("<i4").tobytes()).hexdigest() if len(prompt) else self.sample_id
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def token_digest(self) -> str:
+        """Equal to `draftworks.storage.identity.token_digest` of the ids, without converting them to Python integers."""
+        return hashlib.sha256(np.asarray(self.input_ids, dtype="<i4").tobytes()).hexdigest()
+
+    @property
+    def supervised(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass
+class AnsweredSample:
+    """Token ids with the spans of answers, [start, end), that are learnt."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+def build_answered_rows(samples: Iterable[AnsweredSample], conversation: Conversation) -> list[TokenRow]:
+    """Return the rows of a conversation's samples, each to its last learnt answer; a sample that has none is left out.
+
+    The last row has the id of the conversation; earlier ones have that id with a number appended.
+    """
+    learnt = [sample for sample in samples if sample.spans]
+    names = [*(f"{conversation.id}.{number}" for number in range(1, len(learnt))), conversation.id]
+    rows = []
+    for name, sample in zip(names, learnt):
+        mask = np.zeros(sample.spans[-1][1], dtype=np.bool_)  # (S,)
+        for start, end in sample.spans:
+            mask[start:end] = True
+        rows.append(TokenRow(name, np.array(sample.ids[: len(mask)], dtype=np.int32), mask, conversation.columns))
+    return rows
+
+
+class CutRow(NamedTuple):
+    """A row within the length limit, and how many supervised tokens were cut. `was_cut` is true for any cut token."""
+
+    row: TokenRow
+    was_cut: bool
+    cut_supervised: int
+
+
+def cut_to_length(row: TokenRow, max_length: int) -> CutRow:
+    """Cut a row to its first `max_length` tokens.
+
+    Raises:
+        DataError: no supervised token is left.
+    """
+    if not row.supervised:
+        raise DataError("no supervised token")
+    if len(row) <= max_length:
+        return CutRow(row, False, 0)
+    cut = TokenRow(row.sample_id, row.input_ids[:max_length], row.loss_mask[:max_length], row.columns)
+    if not cut.supervised:
+        raise DataError(f"no supervised token in the first {max_length} of {len(row)}")
+    return CutRow(cut, True, row.supervised - cut.supervised)
+
 
 TOKENS_FILE = "tokens.parquet"
 SCHEMA_VERSION = 1
@@ -224,3 +306,44 @@ def _as_ids(row: TokenRow) -> np.ndarray:
 
 def _as_mask(row: TokenRow) -> np.ndarray:
     return np.asarray(row.loss_mask, dtype=np.bool_).view(np.uint8)
+
+
+MIXED = "mixed"
+
+
+def choose_equal_sets(rows: Iterable[TokenRow], max_tokens: int) -> Mapping[str, Sequence[TokenRow]]:
+    """Return the samples of three trainings: `on`, `off`, and `mixed`, which has both in the proportions of the data.
+
+    Samples are chosen by hash. Each set has the tokens of the smaller kind, at most `max_tokens`, but for a rest that no
+    sample fits into.
+
+    Raises:
+        DataError: one kind has no sample, or none that fits.
+    """
+    asked = [row for row in rows if THINKING_PAIR in row.columns]
+    ordered = sorted(asked, key=lambda row: digest(row.sample_id))
+    ways = {way: [row for row in ordered if row.columns[THINKING] == way] for way in (ON, OFF)}
+    for way, members in ways.items():
+        if not members:
+            raise DataError(
+                f"a comparison of thinking on and off needs training samples of both, and there is none with thinking {way}: "
+                f"set its share in mix.shares above 0"
+            )
+    budget = min(max_tokens, *(sum(map(len, members)) for members in ways.values()))
+    sets = {name: _take(members, budget) for name, members in {**ways, MIXED: ordered}.items()}
+    empty = [name for name, members in sets.items() if not members]
+    if empty:
+        raise DataError(
+            f"a comparison of thinking on and off: no sample of {', '.join(empty)} fits into {budget} tokens: raise "
+            "comparison.tokens, or give more data"
+        )
+    return sets
+
+
+def _take(rows: Iterable[TokenRow], budget: int) -> list[TokenRow]:
+    taken, left = [], budget
+    for row in rows:
+        if len(row) <= left:
+            taken.append(row)
+            left -= len(row)
+    return taken

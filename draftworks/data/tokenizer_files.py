@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import DataError
-from draftworks.storage.regular_files import read_bytes, read_json
+from draftworks.storage.files import read_bytes, read_json
 
 _MOST_TEMPLATE_BYTES = 4 << 20
 
@@ -96,3 +101,30 @@ def first_line(error: Exception) -> str:
         return "it needs code of its own, which is never run"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+class CpuTimeExceeded(BaseException):
+    """The work used more CPU time than allowed. A BaseException, so that `except Exception` in the work does not catch it."""
+
+
+@contextmanager
+def limit_cpu_time(seconds: float) -> Iterator[None]:
+    """Raise `CpuTimeExceeded` in the block after `seconds` of CPU time of this process.
+
+    CPU time rather than wall time, so that a busy machine makes no difference. Interrupts Python code in the main thread
+    only; in other threads, and on systems without this timer, there is no limit. Must not be nested.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, _raise)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _raise(signum: int, frame: FrameType | None) -> NoReturn:
+    raise CpuTimeExceeded

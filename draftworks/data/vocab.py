@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from draftworks.errors import ConfigError, DataError, StoreError
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import publish_file, read_bytes
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import read_bytes
 
 if TYPE_CHECKING:
     from draftworks.data.tokenized import TokenizedSet

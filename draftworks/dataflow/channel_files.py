@@ -22,11 +22,8 @@ from typing import Any, Literal, Protocol
 
 from draftworks.dataflow.watermark import InFlight
 from draftworks.errors import StoreError
-from draftworks.storage.atomic import publish_json
-from draftworks.storage.full_disk import explain_full_disk
-from draftworks.storage.lease import Lease, LeasePath
-from draftworks.storage.lease_file import DEFAULT_TIMES, LeaseState, LeaseTimes
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import explain_full_disk, publish_json, read_json
+from draftworks.storage.lease import DEFAULT_TIMES, Lease, LeasePath, LeaseState, LeaseTimes
 
 Side = Literal["writer", "consumer"]
 

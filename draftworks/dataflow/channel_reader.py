@@ -26,7 +26,7 @@ from draftworks.dataflow.ref_lines import RefCodec
 from draftworks.dataflow.watermark import POLL_S, InFlight
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.storage.regular_files import open_regular
+from draftworks.storage.files import open_regular
 
 POLL_REFS = 1024
 _CHUNK = 4 << 20

@@ -27,7 +27,7 @@ from draftworks.dataflow.ref_lines import RefCodec
 from draftworks.dataflow.watermark import InFlight, Watermark, wait_for_room
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.storage.atomic import fsync
+from draftworks.storage.files import fsync
 
 
 class RefWriter:

@@ -22,7 +22,7 @@ from draftworks.dataflow.ref_set import RefSet
 from draftworks.dataflow.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease
 from draftworks.errors import ConfigError, StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.storage.regular_files import parse_json, read_bytes
+from draftworks.storage.files import parse_json, read_bytes
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 << 20

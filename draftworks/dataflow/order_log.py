@@ -19,9 +19,7 @@ from draftworks.dataflow.ref_queues import SampleRefQueue
 from draftworks.dataflow.watermark import Watermark
 from draftworks.errors import ConfigError, StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.storage.atomic import fsync
-from draftworks.storage.full_disk import explain_full_disk
-from draftworks.storage.regular_files import open_regular, parse_json
+from draftworks.storage.files import explain_full_disk, fsync, open_regular, parse_json
 
 SCHEMA = "draftworks.order.1"
 

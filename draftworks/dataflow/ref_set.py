@@ -15,7 +15,7 @@ from typing import Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SCHEMA_VERSION, FeatureSpec, SampleRef, assert_no_tensors
-from draftworks.storage.regular_files import parse_json
+from draftworks.storage.files import parse_json
 
 _COMMON = (
     *("run_id", "feature_store_uri", "strategy", "schema_version"),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from draftworks.errors import StoreError
-from draftworks.storage.file_systems import find_mount
+from draftworks.storage.shared_folder import find_mount
 
 APPLICATION_ID = 0x44574350
 """SQLite's mark of the program that a file belongs to: "DWCP"."""

@@ -1,21 +1,120 @@
-"""What people say to decisions: answers, and targets on hold, with who, when and why. Torch-free.
+"""What people say to decisions: answers, and targets on hold, with who, when and why; the log that keeps it. Torch-free.
 
-{var}/decisions/people.jsonl   one event a line, see `draftworks.decision.event_log`
+{var}/decisions/people.jsonl   one event a line, see `draftworks.decision.answers`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
-from draftworks.decision.event_log import EventLog
 from draftworks.decision.record import FOLDER, Choice, Decision, find_decision
 from draftworks.errors import StoreError
+from draftworks.storage.file_lock import hold_lock
+from draftworks.storage.files import fsync, read_bytes
+
+MAX_BYTES = 256 << 20
+MAX_LINE_BYTES = 1 << 16
+
+Event = TypeVar("Event")
+
+
+@dataclass(frozen=True)
+class EventLog(Generic[Event]):
+    """The events of one file.
+
+    Attributes:
+        adapter: validates one event, a frozen dataclass.
+        purpose: what the file is, for messages.
+    """
+
+    path: Path
+    adapter: TypeAdapter[Event]
+    purpose: str
+
+    def read(self) -> tuple[Event, ...]:
+        """Return all events, oldest first; none without a file.
+
+        Raises:
+            StoreError: the file cannot be read, or a whole line of it is no valid event.
+        """
+        return self._parse(self._read_whole_lines())
+
+    def append(self, make: Callable[[tuple[Event, ...]], Sequence[Event]]) -> tuple[Event, ...]:
+        """Append what `make` returns for the events so far, and return it. No other process writes meanwhile.
+
+        An error of `make` leaves the file as it is. A process that is killed here has appended some first ones of the
+        events, each of them whole.
+
+        Raises:
+            StoreError: the file is damaged, or this process lost the lease.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        busy = f"{self.path} is being written by another process: waiting"
+        with hold_lock(self.path.with_name(f".{self.path.name}.lock"), busy) as lease:
+            content = self._read_whole_lines()
+            added = tuple(make(self._parse(content)))
+            if added:
+                lease.confirm()
+                self._write(added, len(content))
+            return added
+
+    def _read_whole_lines(self) -> bytes:
+        try:
+            content = read_bytes(self.path, MAX_BYTES)
+        except FileNotFoundError:
+            return b""
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{self.path}: cannot be read as {self.purpose}: {error}") from None
+        return content[: content.rfind(b"\n") + 1]
+
+    def _parse(self, content: bytes) -> tuple[Event, ...]:
+        found = []
+        for number, line in enumerate(content.splitlines(), start=1):
+            try:
+                if len(line) > MAX_LINE_BYTES:
+                    raise ValueError(f"longer than {MAX_LINE_BYTES:,} bytes")
+                found.append(self.adapter.validate_json(line, strict=True))
+            except ValueError as error:
+                raise StoreError(
+                    f"{self.path}: line {number} is not one of {self.purpose}: {_describe(error)}. Nothing is changed: "
+                    "restore the file from a backup, or remove the line"
+                ) from None
+        return tuple(found)
+
+    def _write(self, events: Sequence[Event], whole: int) -> None:
+        content = b"".join(json.dumps(_to_json(event)).encode() + b"\n" for event in events)
+        is_new = not self.path.exists()
+        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            if os.fstat(handle).st_size > whole:
+                os.ftruncate(handle, whole)
+            while content:
+                content = content[os.write(handle, content) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        if is_new:
+            fsync(self.path.parent)
+
+
+def _to_json(event: Any) -> dict[str, Any]:
+    return asdict(event)
+
+
+def _describe(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    wrong = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, wrong["loc"])), wrong["msg"])))
+
 
 FILE = "people.jsonl"
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -43,7 +142,7 @@ class Answer:
 
     def describe(self) -> str:
         """Return who, when and why in words."""
-        return _describe(self.who, self.at, self.why)
+        return _describe_answer(self.who, self.at, self.why)
 
 
 @dataclass(frozen=True)
@@ -60,7 +159,7 @@ class Hold:
 
     def describe(self) -> str:
         """Return who, when and why in words."""
-        return _describe(self.who, self.at, self.why)
+        return _describe_answer(self.who, self.at, self.why)
 
 
 _ADAPTER: TypeAdapter[Answer | Hold] = TypeAdapter(Annotated[Answer | Hold, Field(discriminator="kind")])
@@ -162,5 +261,5 @@ class AnswerFile:
         return EventLog(self.path, _ADAPTER, "a list of people's answers")
 
 
-def _describe(who: str, at: float, why: str) -> str:
+def _describe_answer(who: str, at: float, why: str) -> str:
     return f"by {who} at {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC" + (f": {why}" if why else "")

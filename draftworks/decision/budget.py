@@ -1,6 +1,6 @@
 """The ledger of GPU-hours that trainings take which decisions start: charges, corrections, what is used of a week.
 
-    {var}/decisions/budget.jsonl   one event a line, see `draftworks.decision.event_log`
+    {var}/decisions/budget.jsonl   one event a line, see `draftworks.decision.answers`
 
 A training is charged with an estimate before its run is submitted, and corrected to what it took when the run ends. What
 is used at a moment is the sum over trainings that have not ended, and over those that ended less than 7 days before. As
@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from draftworks.decision.event_log import EventLog
+from draftworks.decision.answers import EventLog
 from draftworks.decision.record import FOLDER, Choice, Hours
 from draftworks.errors import StoreError
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from draftworks.config.decision import DecisionSpec
+from draftworks.config.operations import DecisionSpec
 from draftworks.decision.figures import ServedFigures
 from draftworks.decision.record import Choice, Decision, EvalLoss, Margins, Reference
 from draftworks.decision.rule import Verdict, decide
 from draftworks.errors import ConfigError
 from draftworks.evaluation.acceptance_length import NAME, format_length
+from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
 from draftworks.service.promotion import Service
 from draftworks.storage.identity import digest
 from draftworks.storage.words import format_count
@@ -118,3 +119,36 @@ def describe_decision(decision: Decision) -> str:
 
 def format_hours(hours: float | None) -> str:
     return "not known yet" if hours is None else f"{hours:.3g} GPU-hours"
+
+
+COLOUR_OF = {
+    Choice.KEEP: COLOURS[2],
+    Choice.UNDECIDED: COLOURS[4],
+    Choice.TUNE: COLOURS[1],
+    Choice.RETRAIN: COLOURS[5],
+}
+MARKER_OF = {Choice.KEEP: "o", Choice.UNDECIDED: "D", Choice.TUNE: "^", Choice.RETRAIN: "s"}
+
+
+def plot_decision(decision: Decision) -> bytes:
+    """Plot the eval sets in their order from above, the margins as lines."""
+    figures, margins = decision.figures, decision.margins
+    figure = make_figure(7.2, 1.7 + 0.4 * len(figures))
+    axes = figure.add_subplot()
+    for row, found in enumerate(figures):
+        if found.loss is None or found.low is None or found.high is None:
+            axes.text(0, row, "  nothing to compare with", va="center", fontsize=8)
+            continue
+        colour = COLOUR_OF[found.choice]
+        axes.hlines(row, found.low, found.high, color=colour, linewidth=3, alpha=0.5)
+        axes.plot([found.loss], [row], color=colour, marker=MARKER_OF[found.choice], linestyle="")
+    axes.axvline(margins.tune, color=COLOURS[1], linestyle="--", label=f"tune above {margins.tune:g}")
+    axes.axvline(margins.retrain, color=COLOURS[5], linestyle=":", label=f"retrain above {margins.retrain:g}")
+    axes.axvline(0, color="black", linewidth=0.8)
+    names = [f"{found.eval_set}: {found.choice}  (n = {found.prompts:,})" for found in figures]
+    axes.set_yticks(range(len(figures)), names)
+    axes.set_ylim(len(figures) - 0.5, -0.5)
+    title = f"{decision.target}, {decision.strategy}, draft {decision.draft}: {decision.choice}"
+    label_axes(axes, title, f"loss of {NAME} (95% interval)", "")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return render_png(figure)

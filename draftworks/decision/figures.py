@@ -1,4 +1,4 @@
-"""The loss of the draft in service on each eval set, from reports. Torch-free.
+"""The loss of the draft in service on each eval set, from reports, and the draft that it is counted from. Torch-free.
 
 The loss is counted from the *reference draft*: the draft in service itself, or, if that is a tune for what has changed,
 the draft that it was tuned from. What it is compared with is the first that can be had of
@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from draftworks.decision.lineage import Lineage
-from draftworks.decision.record import Reference
+from draftworks.decision.record import Costs, Reference
 from draftworks.decision.rule import Loss, LossEvidence, subtract_figures
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
@@ -28,15 +27,88 @@ from draftworks.evaluation.report.walk_pairs import MeasuredWalk
 from draftworks.fleet.staleness import is_made_from, is_measured_on
 from draftworks.service.candidate import RefusedError
 from draftworks.service.promotion import Service
-from draftworks.service.record import ServedDraft
+from draftworks.service.register import InService, ServedDraft
 from draftworks.service.rule import CONFIDENCE
 from draftworks.storage.artifacts import Artifact
-from draftworks.storage.asset_names import of_eval_set, of_strategy
-from draftworks.storage.data_records import ConversationsIdentity, EvalFeaturesIdentity, EvalSetIdentity
 from draftworks.storage.identity import digest
-from draftworks.storage.records import DraftIdentity, EvalData, ReportIdentity
+from draftworks.storage.names import of_eval_set, of_strategy
+from draftworks.storage.records import (
+    ConversationsIdentity,
+    DraftIdentity,
+    EvalData,
+    EvalFeaturesIdentity,
+    EvalSetIdentity,
+    ReportIdentity,
+)
 from draftworks.targets.registry import HELDOUT
 from draftworks.targets.training_data import identify_eval_data
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The drafts of a target and strategy.
+
+    Attributes:
+        drafts: all that are there, newest first.
+        history: every record that was in service, oldest first.
+    """
+
+    drafts: Sequence[Artifact]
+    history: Sequence[InService]
+
+    @cached_property
+    def first_records(self) -> dict[str, InService]:
+        """The record with which each draft was first put into service, by its digest."""
+        found: dict[str, InService] = {}
+        for record in self.history:
+            found.setdefault(record.draft.digest, record)
+        return found
+
+    def find_origin(self, draft: ServedDraft) -> ServedDraft | None:
+        """Return the draft of a former record that a draft in service was tuned from; None if it was not tuned."""
+        made = self._find(draft.digest)
+        start = None if made is None else DraftIdentity.of(made).start_from
+        if start is None:
+            return None
+        before = self.first_records[draft.digest].number
+        earlier = [
+            record.draft
+            for record in self.history
+            if record.number < before and record.draft.weights == start and record.draft.digest != draft.digest
+        ]
+        return earlier[-1] if earlier else None
+
+    def list_tunes(self, draft: ServedDraft, target_digest: str) -> list[Artifact]:
+        """Return the drafts that were tuned from a draft for these weights of the target, newest first."""
+        return [
+            each
+            for each in self.drafts
+            if each.path.name != draft.digest
+            and DraftIdentity.of(each).start_from == draft.weights
+            and DraftIdentity.of(each).target == target_digest
+        ]
+
+    def read_costs(self) -> Costs:
+        """Return what the newest tune and the newest training from the start have taken."""
+        tunes = [each for each in self.drafts if DraftIdentity.of(each).start_from is not None]
+        fresh = [each for each in self.drafts if DraftIdentity.of(each).start_from is None]
+        return Costs(_read_newest_cost(tunes), _read_newest_cost(fresh))
+
+    def _find(self, digest: str) -> Artifact | None:
+        return next((each for each in self.drafts if each.path.name == digest), None)
+
+
+def read_gpu_hours(draft: Artifact) -> float | None:
+    """Return the GPU-hours of a training: its seconds times its ranks; None if nothing was trained or recorded."""
+    try:
+        seconds, ranks = float(draft.summary["seconds"]), int(draft.summary["world_size"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return seconds * ranks / 3600 if 0 < seconds < float("inf") and ranks > 0 else None
+
+
+def _read_newest_cost(drafts: Sequence[Artifact]) -> float | None:
+    return next((hours for each in drafts if (hours := read_gpu_hours(each)) is not None), None)
 
 
 class NotMeasuredError(DraftworksError):

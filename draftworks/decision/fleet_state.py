@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from draftworks.config.decision import DecisionSpec
 from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.launchers import merge_launcher
+from draftworks.config.operations import DecisionSpec
 from draftworks.decision.answers import AnswerFile, Answers
 from draftworks.decision.budget import BudgetFile, Ledger
 from draftworks.decision.queue import Action, FleetState, Step, TargetState, plan_actions
@@ -21,8 +21,8 @@ from draftworks.decision.record import FOLDER, RECORD, Choice, Decision, find_de
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.service.register import ServiceRegister
 from draftworks.storage.artifacts import ArtifactStore
-from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import FileDigests
+from draftworks.storage.names import of_strategy
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 

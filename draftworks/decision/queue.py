@@ -12,8 +12,7 @@ from enum import StrEnum
 from itertools import takewhile
 from typing import NamedTuple
 
-from draftworks.config.budget import BudgetSpec
-from draftworks.config.decision import DecisionSpec
+from draftworks.config.operations import BudgetSpec, DecisionSpec
 from draftworks.decision.answers import Answer, Answers
 from draftworks.decision.budget import HOUR_S, ROUNDING, Charge, Entry, Ledger, Outcome
 from draftworks.decision.record import Choice, Decision, EvalLoss

@@ -18,10 +18,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from draftworks.errors import StoreError
-from draftworks.storage.atomic import publish_json
 from draftworks.storage.file_lock import hold_lock
+from draftworks.storage.files import publish_json, read_json
 from draftworks.storage.names import require_name
-from draftworks.storage.regular_files import read_json
 
 SCHEMA_VERSION = 1
 FOLDER, RECORD, HISTORY, LOCK = "decisions", "decision.json", "history", ".lock"
@@ -88,7 +87,7 @@ class EvalLoss:
 
 @dataclass(frozen=True)
 class Margins:
-    """Settings of the rule when it decided, in accepted tokens per pass; see `draftworks.config.decision`."""
+    """Settings of the rule when it decided, in accepted tokens per pass; see `draftworks.config.operations`."""
 
     tune: Number
     retrain: Number

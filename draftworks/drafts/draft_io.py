@@ -13,14 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from draftworks.config.draft_config import CONFIG, WEIGHTS, DraftConfig, read_draft_config
+from draftworks.config.draft_options import CONFIG, WEIGHTS, DraftConfig, read_draft_config
 from draftworks.config.strategies import resolve_strategy
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.atomic import publish_file, publish_json
+from draftworks.storage.artifacts import FileManifest
+from draftworks.storage.files import publish_file, publish_json, require_file
 from draftworks.storage.identity import file_digest
-from draftworks.storage.manifest import FileManifest
-from draftworks.storage.regular_files import require_file
 
 
 def save_draft(

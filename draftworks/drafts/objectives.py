@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from draftworks.config.decoding import Decoding
-from draftworks.config.teacher_options import TeacherOptions
+from draftworks.config.draft_options import TeacherOptions
 from draftworks.drafts.strategy import StepContext
 
 R = TypeVar("R")

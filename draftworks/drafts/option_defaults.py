@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from draftworks.config.option_checks import choose_served_heads
+from draftworks.config.draft_options import choose_served_heads
 from draftworks.config.strategies import resolve_strategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftworks.config.layer_options import LayerOptions
-from draftworks.config.layer_shape import choose_layer_shape, find_embedding_scale
+from draftworks.config.draft_options import LayerOptions, choose_layer_shape, find_embedding_scale
 from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.targets.model_files import ModelFiles
-from draftworks.targets.safetensors_headers import TensorHeader, read_model_headers
+from draftworks.targets.safetensors_headers import ModelFiles, TensorHeader, read_model_headers
 from draftworks.targets.stored_head import require_one_head, select_of_model
 
 _OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "dim_model_base")

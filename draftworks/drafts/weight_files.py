@@ -14,9 +14,8 @@ from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import StoreError
-from draftworks.storage.regular_files import require_file
-from draftworks.targets.model_files import WEIGHTS, ModelFiles
-from draftworks.targets.safetensors_headers import BITS
+from draftworks.storage.files import require_file
+from draftworks.targets.safetensors_headers import BITS, WEIGHTS, ModelFiles
 
 
 class WeightFiles(Mapping[str, Path]):

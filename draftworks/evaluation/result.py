@@ -28,7 +28,7 @@ _NAMED_SUMS = ("loss", "acceptance", "unconditional_acceptance")
 class AcceptanceRates(NamedTuple):
     """Probability that rejection sampling at temperature 1 accepts the draft's token, by draft position, on teacher-forced text.
 
-    SpecForge's numbers, and no server's unless it drafts by sampling: see draftworks.config.server_rules.
+    SpecForge's numbers, and no server's unless it drafts by sampling: see draftworks.config.decoding.
 
     Attributes:
         conditional: mean over the positions whose label is in the draft's vocabulary.

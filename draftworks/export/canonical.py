@@ -17,9 +17,9 @@ from draftworks.drafts.draft_io import WEIGHTS, DraftConfig, read_draft_config, 
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
-from draftworks.storage.changes import describe_changes
+from draftworks.storage.artifacts import FileManifest
+from draftworks.storage.files import describe_changes
 from draftworks.storage.identity import LayerTap
-from draftworks.storage.manifest import FileManifest
 from draftworks.storage.words import list_names
 
 

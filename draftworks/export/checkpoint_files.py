@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.storage.regular_files import read_json, require_file
+from draftworks.storage.files import read_json, require_file
 from draftworks.storage.words import list_names
 
 CONFIG = "config.json"

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import load_dotted, resolve_strategy
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.storage.changes import describe_changes
+from draftworks.storage.files import describe_changes
 from draftworks.storage.identity import LayerTap
 
 Shapes = dict[str, tuple[int, ...]]

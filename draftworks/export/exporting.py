@@ -19,7 +19,7 @@ from draftworks.export.export_format import ExportFormat, list_formats, load_for
 from draftworks.export.gates import GateResult, check_export
 from draftworks.export.names import CARD, DRAFT_FOLDER, PROVENANCE
 from draftworks.export.readme import render_readme
-from draftworks.storage.atomic import publish_folder, publish_json
+from draftworks.storage.files import publish_folder, publish_json
 from draftworks.storage.identity import digest, file_digest
 
 

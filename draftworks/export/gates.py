@@ -24,7 +24,7 @@ from draftworks.export.export_format import DraftShape, ExportFormat
 from draftworks.export.names import PROVENANCE, READABLE
 from draftworks.export.same_logits import compare_with_reader
 from draftworks.export.server_configs import build_server_configs
-from draftworks.storage.changes import describe_changes
+from draftworks.storage.files import describe_changes
 from draftworks.storage.words import list_names
 
 

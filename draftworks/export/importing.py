@@ -20,8 +20,7 @@ from draftworks.export.checkpoint_files import CONFIG, read_checkpoint, read_obj
 from draftworks.export.export_format import DraftShape, ExportFormat, list_formats, load_format
 from draftworks.export.imported_options import derive_options
 from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
-from draftworks.storage.atomic import publish_folder
-from draftworks.storage.changes import describe_changes
+from draftworks.storage.files import describe_changes, publish_folder
 
 OWN = "draftworks"
 """The format of our own canonical drafts."""

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import TokenizedSet
+from draftworks.data.tokenized import TokenizedSet, TokenRow
 from draftworks.errors import DataError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.joined_store import JoinedStore
 from draftworks.features.manifest import FeatureSetManifest
 from draftworks.features.scaled_fp8 import decode_features
-from draftworks.storage.atomic import publish_folder
+from draftworks.storage.files import publish_folder
 from draftworks.storage.identity import LayerTap
 
 HIDDEN_STATES = "hidden_states"

@@ -11,8 +11,8 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.vllm_releases import is_read, is_served_alone
+from draftworks.storage.files import read_json
 from draftworks.storage.hub import fetch_hub_file
-from draftworks.storage.regular_files import read_json
 
 SPECULATORS_VERSION = "0.9.0"
 _METHODS = {"peagle": "eagle3"}

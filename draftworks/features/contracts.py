@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
-from draftworks.storage.regular_files import parse_json
+from draftworks.storage.files import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftworks.errors import StoreError
-from draftworks.storage.lease import LeasePath
-from draftworks.storage.lease_file import DEFAULT_TIMES
+from draftworks.storage.lease import DEFAULT_TIMES, LeasePath
 
 LOCK_TIMEOUT_S = 2 * DEFAULT_TIMES.lease_s
 LOCK_POLL_S = 0.005

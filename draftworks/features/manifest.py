@@ -10,9 +10,8 @@ from typing import Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.storage.atomic import publish_file, publish_json
+from draftworks.storage.files import open_regular, publish_file, publish_json, read_json
 from draftworks.storage.identity import DIGEST_LENGTH, digest
-from draftworks.storage.regular_files import open_regular, read_json
 
 MANIFEST_SCHEMA = "draftworks.features.3"
 REFS = "refs.jsonl"

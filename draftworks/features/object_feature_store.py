@@ -27,7 +27,7 @@ from draftworks.features.sample_bytes import SampleBytes
 from draftworks.features.shard_buffer import ShardBuffer
 from draftworks.features.shards import ShardHeader
 from draftworks.features.specs import dtype_name, fill_in_ref, require_spec
-from draftworks.storage.object_errors import MissingObjectError
+from draftworks.storage.object_access import MissingObjectError
 from draftworks.storage.object_store import ByteRange, ObjectStore
 
 if TYPE_CHECKING:

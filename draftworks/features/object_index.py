@@ -24,8 +24,8 @@ from draftworks.errors import StoreError
 from draftworks.features.object_shard import header_from_json, header_to_json
 from draftworks.features.shard_index import ShardIndex
 from draftworks.features.shards import ShardHeader
+from draftworks.storage.files import parse_json
 from draftworks.storage.object_store import ObjectStore
-from draftworks.storage.regular_files import parse_json
 
 INDEX_SCHEMA = "draftworks.object_index.1"
 HEAD = "index/head.json"

@@ -29,8 +29,8 @@ from draftworks.features.safetensors_layout import (
 )
 from draftworks.features.sealing import AuthPolicy
 from draftworks.features.specs import dtype_name
+from draftworks.storage.files import parse_json
 from draftworks.storage.identity import canonical_json
-from draftworks.storage.regular_files import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor

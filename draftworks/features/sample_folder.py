@@ -25,9 +25,8 @@ from pathlib import Path
 from draftworks.errors import StoreError
 from draftworks.features.sealing import AuthPolicy
 from draftworks.features.shards import staging_name
-from draftworks.storage.atomic import fsync
+from draftworks.storage.files import fsync, read_json
 from draftworks.storage.identity import canonical_json
-from draftworks.storage.regular_files import read_json
 
 STORE_SCHEMA = "draftworks.shared-dir-store.1"
 STORE_FILE = "store.json"

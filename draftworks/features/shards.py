@@ -35,9 +35,8 @@ from draftworks.features.safetensors_layout import (
 )
 from draftworks.features.shard_buffer import ShardBuffer
 from draftworks.features.specs import dtype_name
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import MAX_HEADER_BYTES, open_regular, parse_json, publish_file, require_file
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import MAX_HEADER_BYTES, open_regular, parse_json, require_file
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,7 @@ from draftworks.features.sample_file import SampleHeader, read_sample_header, re
 from draftworks.features.sample_folder import SampleFolder, SampleLocation, age_s, file_size, remove, sample_key
 from draftworks.features.sealing import AuthPolicy
 from draftworks.features.specs import fill_in_ref, require_all_features, require_spec
-from draftworks.storage.atomic import fsync
-from draftworks.storage.regular_files import open_regular
+from draftworks.storage.files import fsync, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

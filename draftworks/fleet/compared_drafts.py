@@ -10,13 +10,10 @@ from pathlib import Path
 from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.report.summary import REPORT, ReportSummary
 from draftworks.storage.artifacts import RECORD, UNPUBLISHED, Artifact, ArtifactStore
-from draftworks.storage.asset_names import of_strategy, strategy_of_draft
-from draftworks.storage.names import require_name
-from draftworks.storage.records import DraftIdentity, ReportIdentity
-from draftworks.storage.regular_files import read_json
-from draftworks.storage.result_names import explain_data_version, read_names
-from draftworks.storage.suggestions import suggest
-from draftworks.storage.words import list_names
+from draftworks.storage.files import read_json
+from draftworks.storage.names import of_strategy, require_name, strategy_of_draft
+from draftworks.storage.records import DraftIdentity, ReportIdentity, explain_data_version, read_names
+from draftworks.storage.words import list_names, suggest
 from draftworks.targets.registry import HELDOUT
 
 _REPORT_SUFFIX, _DRAFT_SUFFIX = "_report", "_draft"

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from draftworks.config.run_files import TOKENS_FOLDER
-from draftworks.data.slice_columns import LENGTH
+from draftworks.data.slices import LENGTH
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.positions import describe_range
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
@@ -32,7 +32,7 @@ from draftworks.fleet.recipe_differences import (
     find_data_differences,
     find_recipe_differences,
 )
-from draftworks.storage.asset_names import of_eval_set
+from draftworks.storage.names import of_eval_set
 from draftworks.storage.words import format_count
 
 CONFIDENCE = 0.95

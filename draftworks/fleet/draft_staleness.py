@@ -12,16 +12,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from draftworks.config.draft_config import read_draft_config
+from draftworks.config.draft_options import read_draft_config
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import CONVERSATIONS, HELDOUT_RESPONSES, RESPONSES, TOKENIZED_TRAIN
-from draftworks.storage.data_records import AnswersIdentity, ConversationsIdentity
 from draftworks.storage.identity import FileDigests, canonical_json
-from draftworks.storage.records import DraftIdentity
+from draftworks.storage.names import CONVERSATIONS, HELDOUT_RESPONSES, RESPONSES, TOKENIZED_TRAIN
+from draftworks.storage.records import AnswersIdentity, ConversationsIdentity, DraftIdentity
 from draftworks.targets.registry import Registry, apply_overrides
 from draftworks.targets.training_data import digest_training_data, find_training_files
 

@@ -16,10 +16,9 @@ from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungSco
 from draftworks.fleet.draft_staleness import DraftComparison
 from draftworks.fleet.staleness import Subject
 from draftworks.storage.artifacts import Artifact, ArtifactStore, ReadOnceStore
-from draftworks.storage.asset_names import of_eval_set, of_strategy
-from draftworks.storage.data_records import ConversationsIdentity, EvalSetIdentity
 from draftworks.storage.identity import FileDigests, ReadOnceDigests
-from draftworks.storage.records import ReportIdentity
+from draftworks.storage.names import of_eval_set, of_strategy
+from draftworks.storage.records import ConversationsIdentity, EvalSetIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT, ReadOnceRegistry, Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import identify_eval_data

@@ -17,7 +17,7 @@ from draftworks.evaluation.acceptance_length import (
 )
 from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.fleet.leaderboard import ReportScore, Standing
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import publish_file
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from draftworks.config.draft_config import WEIGHTS
+from draftworks.config.draft_options import WEIGHTS
 from draftworks.errors import DraftworksError
 from draftworks.fleet.compared_drafts import ComparedDraft
 from draftworks.storage.artifacts import Artifact
-from draftworks.storage.asset_names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, VOCAB_MAPPING, of_strategy
+from draftworks.storage.names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, VOCAB_MAPPING, of_strategy
 from draftworks.targets.safetensors_headers import read_header
 
 MISSING = "(not set)"

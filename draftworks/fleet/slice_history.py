@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from draftworks.data.slice_columns import select_slice_columns
-from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, read_plan
+from draftworks.data.slices import WEIGHTS_FILE, SlicePlan, read_plan, select_slice_columns
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.statistics import select_measured
 from draftworks.evaluation.report.slice_changes import MeasuredPrompts, SliceChange, compare_slices
 from draftworks.evaluation.report.walk_pairs import MeasuredWalk
 from draftworks.service.register import ServiceRegister
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, of_strategy
 from draftworks.storage.identity import digest
+from draftworks.storage.names import CONVERSATIONS, RESPONSES, TOKENIZED_TRAIN, of_strategy
 from draftworks.storage.records import DraftIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import of_eval_set, of_strategy
-from draftworks.storage.data_records import ConversationsIdentity, EvalFeaturesIdentity, EvalSetIdentity
 from draftworks.storage.identity import digest
-from draftworks.storage.records import ReportIdentity
+from draftworks.storage.names import of_eval_set, of_strategy
+from draftworks.storage.records import ConversationsIdentity, EvalFeaturesIdentity, EvalSetIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.regular_files import parse_json
+from draftworks.storage.files import parse_json
 
 _STORE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SCHEMA = 1

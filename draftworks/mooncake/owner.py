@@ -14,12 +14,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from draftworks.distributed.parent_death import die_with_parent
+from draftworks.distributed.stop_signals import die_with_parent
 from draftworks.errors import DraftworksError, StoreLostError
 from draftworks.mooncake.address import MooncakeAddress, OwnerRecord, build_alive_key, build_owner_key
 from draftworks.mooncake.client import MooncakeClient
-from draftworks.storage.atomic import publish_json
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import publish_json, read_json
 
 ORDER_FILE = "owner.json"
 _POLL_S = 1.0

@@ -17,12 +17,12 @@ from threading import Event, RLock, Thread, current_thread
 from typing import Any
 
 import draftworks
-from draftworks.distributed import parent_death
+from draftworks.distributed import stop_signals
 from draftworks.errors import ConfigError, StoreLostError
 from draftworks.mooncake.address import ADDRESS_FILE, MooncakeAddress, require_store_id
 from draftworks.mooncake.library import build_environment, find_master_program
 from draftworks.mooncake.owner import OwnerOrder
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import publish_file
 
 LOG_TAIL_LINES = 20
 MIN_SEGMENT_BYTES = 16 << 20
@@ -232,7 +232,7 @@ class MooncakeService:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
         with self.log_file(name).open("ab") as log_stream:
             return subprocess.Popen(
-                [*parent_death.build_shim_command(), *command],
+                [*stop_signals.build_shim_command(), *command],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log_stream,

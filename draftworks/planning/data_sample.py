@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import DatasetSpec
+from draftworks.config.urls import is_url
 from draftworks.data.sources import SERVED, find_dataset_files, find_files
 from draftworks.planning.estimates import Estimate
 

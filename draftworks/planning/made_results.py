@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from draftworks.config.capture import CaptureSpec
-from draftworks.config.responses import ResponseSpec
+from draftworks.config.data import ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.fleet.draft_staleness import DraftComparison
 from draftworks.planning.subject import PlanSubject
 from draftworks.storage.artifacts import Artifact
-from draftworks.storage.asset_names import (
+from draftworks.storage.identity import DigestNotCached, digest
+from draftworks.storage.names import (
     FP8_GATE,
     RESPONSES,
     TOKENIZED_TRAIN,
@@ -21,16 +22,16 @@ from draftworks.storage.asset_names import (
     of_eval_set,
     of_strategy,
 )
-from draftworks.storage.data_records import (
+from draftworks.storage.records import (
     AnswersIdentity,
+    DraftIdentity,
     EvalFeaturesIdentity,
+    ExportIdentity,
     FeaturesIdentity,
+    ReportIdentity,
 )
-from draftworks.storage.identity import DigestNotCached, digest
-from draftworks.storage.records import DraftIdentity, ExportIdentity, ReportIdentity
-from draftworks.targets.answers import make_answers_identity
 from draftworks.targets.registry import HELDOUT
-from draftworks.targets.training_data import identify_conversations, identify_eval_set
+from draftworks.targets.training_data import identify_conversations, identify_eval_set, make_answers_identity
 
 TRAIN = "train"
 """The part of the prepared conversations that is trained on."""

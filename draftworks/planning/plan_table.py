@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from draftworks.planning.estimates import Estimate
-from draftworks.planning.plan import Plan
-from draftworks.planning.saved_plan import StepActual
+from draftworks.planning.plan import Plan, StepActual
 from draftworks.planning.steps import WAYS, PlannedStep
 
 _LEAST_MINUTES_S, _LEAST_HOURS_S = 120, 3600

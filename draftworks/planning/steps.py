@@ -8,11 +8,18 @@ from functools import cached_property
 from typing import Literal
 
 from draftworks.config.capture import CaptureSpec
-from draftworks.config.mix import THINKING
+from draftworks.config.data import THINKING
+from draftworks.config.features import StreamingSpec
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.strategies import resolve_strategy
-from draftworks.config.streaming import StreamingSpec
-from draftworks.planning.amounts import Amount
+from draftworks.planning.amounts import (
+    Amount,
+    count_mean_tokens,
+    count_token_bytes,
+    count_training_tokens,
+    divide,
+    find_distinct_share,
+)
 from draftworks.planning.estimates import NOTHING, Estimate, Source
 from draftworks.planning.made_results import (
     TRAIN,
@@ -27,18 +34,11 @@ from draftworks.planning.made_results import (
     find_tokens,
     list_taps,
 )
-from draftworks.planning.measurements import Program
-from draftworks.planning.rates import ProgramRate, count_ranks, find_device, find_rate
-from draftworks.planning.sizes import (
-    count_mean_tokens,
-    count_token_bytes,
-    count_training_tokens,
-    divide,
-    find_distinct_share,
-)
+from draftworks.planning.rates import Program, ProgramRate, count_ranks, find_device, find_rate
 from draftworks.planning.subject import PlanSubject
 from draftworks.storage.artifacts import Artifact
-from draftworks.storage.asset_names import (
+from draftworks.storage.identity import digest
+from draftworks.storage.names import (
     FP8_GATE,
     HELDOUT_RESPONSES,
     RESPONSES,
@@ -46,7 +46,6 @@ from draftworks.storage.asset_names import (
     of_eval_set,
     of_strategy,
 )
-from draftworks.storage.identity import digest
 from draftworks.targets.registry import HELDOUT
 
 Way = Literal["stored", "fp8", "streamed"]

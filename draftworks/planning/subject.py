@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from draftworks.config.dataset_urls import is_url
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
+from draftworks.config.urls import is_url
 from draftworks.data.sources import digest_dataset
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import DigestNotCached, RememberedDigests
-from draftworks.targets.fitted_defaults import describe_fitted
-from draftworks.targets.machine import read_machine
+from draftworks.targets.fitted_defaults import describe_fitted, read_machine
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import TargetShape, read_shape, resolve_target
 from draftworks.targets.training_data import digest_training_data

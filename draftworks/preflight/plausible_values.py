@@ -1,4 +1,4 @@
-"""Warnings and errors for option values that are valid but implausible. Torch-free.
+"""Option values that are valid but implausible, or that never take effect. Torch-free.
 
 Bounds of errors lie far outside the values that drafts have been trained with; bounds of warnings are set to catch a
 mistyped digit.
@@ -6,13 +6,22 @@ mistyped digit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from draftworks.config.mix import THINKING
+from draftworks.config.data import THINKING
+from draftworks.config.decoding import list_server_rules
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
-from draftworks.config.server_rules import list_server_rules
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import DraftworksError
+from draftworks.preflight.compatibility import collect_taps
 from draftworks.preflight.findings import Findings
+from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.names import TRAINING_FEATURES, of_strategy
+from draftworks.storage.records import DraftIdentity, FeaturesIdentity
+from draftworks.targets.registry import Registry
+from draftworks.targets.safetensors_headers import BITS, TensorHeader, read_model_headers
 
 MAX_LR, UNUSUAL_LR = 1.0, 0.03
 
@@ -123,4 +132,69 @@ def _check_comparisons(target: TargetSpec, findings: Findings) -> None:
         findings.warning(
             f"{where}: comparison.tokens: found {target.comparison.tokens}, less than one sample may have (max_length "
             f"{target.max_length}): compare_thinking may find none that fits. Raise it"
+        )
+
+
+_LAYER = re.compile(r"^(?!mtp\.)(?!.*(?:vision|visual|audio)).*?\blayers\.(\d+)\.")
+_GB = 1e9
+_SURE = 0.9
+"""Share of the sizes found that must be over the budget: a file may hold tensors that no layer reads."""
+
+
+def check_probe_reach(target: TargetSpec, files: TargetFiles, findings: Findings) -> None:
+    """Check that `capture.probe_gb` is enough for the lowest tap, or for all layers where only `last` is read."""
+    if target.capture.allow_unprobed:
+        return
+    try:
+        tensors, taps = read_model_headers(files).tensors, collect_taps(target, files.num_layers)
+    except DraftworksError:
+        return  # other checks say so
+    needed = taps[0] if taps else files.num_layers
+    size = sum(_count_bytes(header) for name, header in tensors.items() if _is_below(name, needed)) / _GB
+    if size * _SURE > target.capture.probe_gb:
+        findings.error(
+            f"target {target.name}: capture.probe_gb: {target.capture.probe_gb:g} GB are less than the {size:.3g} GB of the "
+            f"{needed} layer(s) before the first that drafts read: nothing could be compared. Raise it, or set allow_unprobed"
+        )
+
+
+def _is_below(name: str, layers: int) -> bool:
+    found = _LAYER.match(name)
+    return found is not None and int(found[1]) < layers
+
+
+def _count_bytes(header: TensorHeader) -> float:
+    count = 1
+    for size in header.shape:
+        count *= size
+    return count * BITS.get(header.dtype, 0) / 8
+
+
+_KEY = "compute_dtype"
+
+
+def check_made_dtypes(target: TargetSpec, registry: Registry, artifacts: ArtifactStore, findings: Findings) -> None:
+    """Warn of results that would be made again since another machine, or another version, chose another dtype."""
+    for line in _list_differences(registry.read_target(target.name), target, artifacts):
+        findings.warning(f"target {target.name}: {line}")
+
+
+def _list_differences(written: TargetSpec, target: TargetSpec, artifacts: ArtifactStore) -> Iterator[str]:
+    features = None if _KEY in written.capture.model_fields_set else artifacts.find(TRAINING_FEATURES, target.name)
+    if features is not None:
+        made = (FeaturesIdentity.of(features).capture or {}).get(_KEY)
+        yield from _describe("capture", "features", made, target.capture.compute_dtype)
+    for name, entry in target.strategies.items():
+        if _KEY in written.strategies[name].training.model_fields_set:
+            continue
+        draft = artifacts.find(of_strategy(name).draft, target.name)
+        if draft is not None:
+            made = (DraftIdentity.of(draft).training or {}).get(_KEY)
+            yield from _describe(f"strategies.{name}.training", "its draft", made, entry.training.compute_dtype)
+
+
+def _describe(key: str, what: str, made: object, chosen: str) -> Iterator[str]:
+    if made not in (None, chosen):
+        yield (
+            f"{key}.{_KEY}: {what} had {made}, the default here is {chosen}: a run makes it again, unless you set {_KEY} to {made}"
         )

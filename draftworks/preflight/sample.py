@@ -9,17 +9,18 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
-from draftworks.preflight.data_counts import check_counts
+from draftworks.preflight.data_checks import check_counts, check_mix, check_prompts, check_slices, check_stream_bytes
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.mixed_data import check_mix
-from draftworks.preflight.sample_lengths import check_lengths
-from draftworks.preflight.sample_rows import MAX_JSON_LIST_BYTES, Sample, read_sample
-from draftworks.preflight.sample_tokens import DataUse, list_uses, tokenize_sample
-from draftworks.preflight.shared_prompts import check_prompts
-from draftworks.preflight.slice_columns import check_slices
-from draftworks.preflight.stream_bytes import check_stream_bytes
-from draftworks.storage.suggestions import list_fitting
-from draftworks.storage.words import format_count, shorten
+from draftworks.preflight.sample_rows import (
+    MAX_JSON_LIST_BYTES,
+    DataUse,
+    Sample,
+    check_lengths,
+    list_uses,
+    read_sample,
+    tokenize_sample,
+)
+from draftworks.storage.words import format_count, list_fitting, shorten
 from draftworks.targets.registry import Registry
 
 

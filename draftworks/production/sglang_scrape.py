@@ -9,9 +9,17 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from draftworks.errors import EngineError
-from draftworks.production.fetching import Address
-from draftworks.production.prometheus import Metrics, parse_metrics
-from draftworks.production.scrape import PASSES, REQUESTS, TOKENS, Scrape, require_model, require_one_model
+from draftworks.production.scrape import (
+    PASSES,
+    REQUESTS,
+    TOKENS,
+    Address,
+    Metrics,
+    Scrape,
+    parse_metrics,
+    require_model,
+    require_one_model,
+)
 
 TESTED = ("0.5.23",)
 PREFIX = "sglang:"

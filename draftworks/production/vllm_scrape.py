@@ -10,14 +10,15 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from draftworks.errors import EngineError
-from draftworks.production.fetching import Address
-from draftworks.production.prometheus import Metrics, parse_metrics
 from draftworks.production.scrape import (
     ACCEPTED,
     PASSES,
     POSITION,
     PROPOSED,
+    Address,
+    Metrics,
     Scrape,
+    parse_metrics,
     require_model,
     require_one_model,
 )

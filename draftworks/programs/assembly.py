@@ -19,8 +19,7 @@ from draftworks.config.run_files import CaptureRun, FeatureSet, StoreSpec, Targe
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
-from draftworks.distributed.collectives import broadcast_from_rank_0, get_local_world_size
-from draftworks.distributed.process_group import find_own_address
+from draftworks.distributed.collectives import broadcast_from_rank_0, find_own_address, get_local_world_size
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DataError, StoreError

@@ -10,16 +10,15 @@ from typing import Any
 
 from draftworks.capture.engine import TargetEngine, load_engine
 from draftworks.capture.probe.probe import EngineProbe, ProbeReport
-from draftworks.capture.recheck import recheck
 from draftworks.capture.session import CaptureSummary, capture_missing, write_manifest
+from draftworks.capture.verify import recheck
 from draftworks.config.run_files import WORKER_FIGURES, CaptureRun
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.distributed.collectives import gather_from_ranks
-from draftworks.distributed.process_group import open_process_group
+from draftworks.distributed.collectives import gather_from_ranks, open_process_group
 from draftworks.features.open_store import open_store
 from draftworks.programs.assembly import make_engine_place, open_job_servers, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.files import publish_json
 
 
 def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:

@@ -13,11 +13,9 @@ import typer
 from draftworks.errors import DraftworksError
 from draftworks.preflight.examine import examine_entry
 from draftworks.preflight.findings import SEVERITIES, Finding, Findings
-from draftworks.preflight.machine import check_writable
-from draftworks.preflight.named_outside import find_deployment_warnings
-from draftworks.preflight.object_storage import find_storage_problems
-from draftworks.preflight.schedulers import find_refused_jobs, list_scheduler_users
-from draftworks.programs.short_paths import shorten_paths
+from draftworks.preflight.machine import check_writable, find_deployment_warnings
+from draftworks.preflight.services import find_refused_jobs, find_storage_problems, list_scheduler_users
+from draftworks.programs.start import shorten_paths
 from draftworks.storage.identity import FileDigests, ReadOnceDigests
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import ReadOnceRegistry, Registry

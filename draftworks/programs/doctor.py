@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from draftworks.preflight.installation.doctor import LIMIT_S, Installation, probe_ui_port
-from draftworks.preflight.installation.probes import Line, Probe, run_probes
+from draftworks.preflight.installation.machine_probes import Line, Probe, run_probes
 from draftworks.programs.start import CHECKOUT, LOOPBACK, build_dagster_environment, is_port_free
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry

@@ -70,7 +70,7 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
     check_requirements(target, files, registry)
 
     from draftworks.capture.engines.sglang_loading import build_server_options, select_layers  # torch
-    from draftworks.distributed.process_group import resolve_device
+    from draftworks.distributed.collectives import resolve_device
     from draftworks.sglang.server import SGLangServer
 
     taps = tuple(LayerTap(index) for index in collect_taps(target, files.num_layers))

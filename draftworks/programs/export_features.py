@@ -13,11 +13,10 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.programs.start import report_error
 from draftworks.storage.artifacts import ArtifactStore
-from draftworks.storage.asset_names import TOKENIZED_TRAIN, TRAINING_FEATURES
-from draftworks.storage.data_records import read_captured_weights
 from draftworks.storage.identity import FileDigests
-from draftworks.storage.suggestions import suggest_or_list
-from draftworks.storage.words import format_count
+from draftworks.storage.names import TOKENIZED_TRAIN, TRAINING_FEATURES
+from draftworks.storage.records import read_captured_weights
+from draftworks.storage.words import format_count, suggest_or_list
 from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target

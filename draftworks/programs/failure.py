@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import DraftworksError
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import read_json
 
 _NS = 1_000_000_000
 _MOST_BYTES = 16 << 20

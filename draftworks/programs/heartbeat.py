@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from draftworks.distributed.stop_signals import block_stop_signals
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import read_json
 
 FILE = "heartbeat.json"
 INTERVAL_S = 1.0
@@ -126,3 +126,7 @@ def _format_frames(frame: FrameType | None) -> list[str]:
             found.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back
     return found[::-1]
+
+
+LABEL = "label"
+"""Key of the name in the extras of Dagster Pipes."""

@@ -1,12 +1,13 @@
-"""Reference of the keys of registry files: type, default and meaning, from the types that validate them."""
+"""The command `draftworks keys`: type, default and meaning of registry keys, from the types that validate them."""
 
 from __future__ import annotations
 
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -14,6 +15,9 @@ from pydantic_core import PydanticUndefined
 from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, Spec, StrategyEntry, TargetSpec
 from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.evaluation.report.text_tables import TextTable, print_table
+from draftworks.programs.start import report_error
+from draftworks.storage.words import suggest_or_list
 
 FILES: dict[str, type[Spec]] = {
     "target": TargetSpec,
@@ -112,3 +116,11 @@ def _format_type(annotation: Any) -> str:
     if _is_list(annotation) and _is_model(typing.get_args(annotation)[0]):
         return "list[mapping]"
     return annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
+
+
+def keys(file: Annotated[str, typer.Argument(help="target, dataset, eval or deployment")] = "target") -> None:
+    """List every key of a registry file: type, default, meaning."""
+    if file not in FILES:
+        raise report_error(f"{file[:40]!r} is no registry file; {suggest_or_list(file, FILES)}")
+    columns = ("key", "type", "default", "meaning")
+    print_table(TextTable(f"registry: {file}", columns, tuple(map(tuple, list_keys(file)))))

@@ -1,10 +1,12 @@
-"""The command `draftworks observe`: what the servers of a target accept, by their own counters."""
+"""The commands `draftworks observe` (what servers accept, by their own counters) and `draftworks notify`."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,8 +14,9 @@ import typer
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
 from draftworks.programs.service_commands import CHECKOUT_REGISTRY, RegistryOption, TargetArgument
-from draftworks.programs.start import report_error
+from draftworks.programs.start import CHECKOUT, report_error
 from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.words import format_count, suggest_or_list
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
@@ -85,7 +88,7 @@ def _observe_once(observer: Observer) -> list[Observation]:
 
 
 def _print(target: str, standings: Sequence[ServerStanding], as_json: bool) -> None:
-    from draftworks.production.views import CAPTION, COLUMNS, format_row, list_notes, to_json
+    from draftworks.production.standing import CAPTION, COLUMNS, format_row, list_notes, to_json
 
     if as_json:
         typer.echo(json.dumps({"target": target, "servers": list(map(to_json, standings))}))
@@ -94,3 +97,42 @@ def _print(target: str, standings: Sequence[ServerStanding], as_json: bool) -> N
     print_table(TextTable(f"servers of {target}", COLUMNS, rows, CAPTION, digests=frozenset(("draft",))))
     for note in list_notes(standings):
         print_text(note)
+
+
+def notify(
+    test: Annotated[bool, typer.Option("--test", help="Send one test message to each channel.")] = False,
+    channel: Annotated[str | None, typer.Option("--channel", help="Only this one, by its name.")] = None,
+    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT / "registry",
+) -> None:
+    """Show the channels of `notifications` and what they are still to be told; with --test, try them.
+
+    Exit code 1 if a test message did not arrive.
+    """
+    from draftworks.notifications.channels import send_test
+    from draftworks.notifications.outbox import Outbox
+
+    failed = False
+    try:
+        found = Registry(registry)
+        specs = found.load_deployment().notifications
+        chosen = [each for each in specs if channel in (None, each.channel)]
+        if not chosen:
+            names = [each.channel for each in specs]
+            what = "notifications: no channel" if channel is None else f"notifications: no channel {channel}"
+            raise ConfigError(f"{registry / 'deployment.yaml'}: {what}; {suggest_or_list(channel or '', names)}")
+        for spec in chosen:
+            if not test:
+                box = Outbox(found.resolve_var_folder(), spec.channel)
+                message = box.find_message()
+                unset = [name for name in (spec.url_env, spec.api_key_env) if name and not os.environ.get(name)]
+                missing = f"; not set in this environment: {', '.join(unset)}" if unset else ""
+                last = f"; attempt {message.attempts} failed: {message.problem}" if message and message.problem else ""
+                pending = f"{format_count(box.count_pending(), 'event')} waiting"
+                typer.echo(f"{spec.channel}: {', '.join(spec.events)}; {pending}{missing}{last}")
+                continue
+            posted = send_test(spec)
+            failed = failed or bool(posted.problem)
+            typer.echo(f"{spec.channel}: {posted.problem or 'the test message has arrived'}", err=bool(posted.problem))
+    except DraftworksError as error:
+        raise report_error(error) from None
+    raise typer.Exit(1 if failed else 0)

@@ -11,11 +11,11 @@ from typing import Any
 from draftworks.capture.engine import load_engine
 from draftworks.capture.plan import StreamPlan, make_refs, make_set_identity, plan_capture
 from draftworks.capture.probe.probe import EngineProbe
-from draftworks.capture.recheck import recheck
 from draftworks.capture.session import capture_missing
+from draftworks.capture.verify import recheck
 from draftworks.config.run_files import CaptureRun, StoreSpec
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.distributed.process_group import open_process_group
+from draftworks.distributed.collectives import open_process_group
 from draftworks.features.manifest import write_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.programs.assembly import make_engine_place, temporary_engine_folder

@@ -10,9 +10,8 @@ import typer
 
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
-from draftworks.planning.plan import Plan, add_plans, make_plan
+from draftworks.planning.plan import Plan, StepActual, add_plans, compare_plan, load_plan, make_plan
 from draftworks.planning.plan_table import build_header, build_json, build_rows, describe_beside
-from draftworks.planning.saved_plan import StepActual, compare_plan, load_plan
 from draftworks.planning.subject import PlanSubject
 from draftworks.programs.start import CHECKOUT, report_error
 from draftworks.targets.registry import Registry

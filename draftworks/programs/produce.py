@@ -10,7 +10,7 @@ from draftworks.capture.engine import TargetEngine, load_engine
 from draftworks.capture.probe.probe import EngineProbe
 from draftworks.config.run_files import ProduceRun
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.distributed.process_group import open_process_group
+from draftworks.distributed.collectives import open_process_group
 from draftworks.distributed.stop_signals import defer_stop
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store_to_write
@@ -19,7 +19,7 @@ from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runtime.rollout_worker import RolloutWorker
 from draftworks.runtime.stream_rounds import StreamRounds
 from draftworks.runtime.training_stream import open_controller
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.files import publish_json
 from draftworks.storage.words import format_count
 
 

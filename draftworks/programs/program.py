@@ -31,13 +31,11 @@ from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from draftworks.config.run_files import COPY_VARIABLE, RunFile, SharedRun, TargetRun
-from draftworks.distributed.parent_death import end_with_parent
-from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
+from draftworks.distributed.stop_signals import Interrupted, end_with_parent, raise_on_stop
 from draftworks.errors import DraftworksError
 from draftworks.programs.failure import RankFailure
-from draftworks.programs.heartbeat import Heartbeat
-from draftworks.programs.labels import LABEL
-from draftworks.storage.full_disk import explain_full_disk
+from draftworks.programs.heartbeat import LABEL, Heartbeat
+from draftworks.storage.files import explain_full_disk
 from draftworks.storage.shared_folder import check_shared_folder_of_job
 from draftworks.targets.resolve import require_unchanged
 

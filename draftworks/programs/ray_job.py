@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from draftworks.distributed import parent_death
+from draftworks.distributed import stop_signals
 
 EXIT_LOST = 75
 """A node was lost, or the time is over: the job may be submitted again."""
@@ -189,7 +189,7 @@ def run_torchrun(
         is_stopping: whether somebody else has terminated it.
     """
     torchrun = subprocess.Popen(
-        [*parent_death.build_shim_command(), *command], env=job.make_environment(), start_new_session=True
+        [*stop_signals.build_shim_command(), *command], env=job.make_environment(), start_new_session=True
     )
     kill_at = None
     while torchrun.poll() is None:

@@ -7,17 +7,17 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from draftworks.capture.answers.answerers import Answerer, EngineAnswerer
+from draftworks.capture.answers.dialogue import Answerer, EngineAnswerer
 from draftworks.capture.answers.regenerate import find_max_sample_length, help_to_regenerate, regenerate_with
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.config.run_files import WORKER_FIGURES, RegenerateRun
 from draftworks.data.chat import ChatTokenizer
-from draftworks.distributed.process_group import open_process_group, resolve_device
+from draftworks.distributed.collectives import open_process_group, resolve_device
 from draftworks.errors import ConfigError
 from draftworks.programs.assembly import open_job_servers, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.sglang.job_servers import JobServers
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.files import publish_json
 
 LOOK_S = 1.0
 """Seconds between two looks of a rank that only serves at whether it is still needed."""

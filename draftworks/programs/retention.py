@@ -11,13 +11,12 @@ import typer
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.report.text_tables import SHORT_DIGEST, TextTable, print_table, print_text
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
-from draftworks.retention.pins import list_pins, pin_result, unpin_result
-from draftworks.retention.place import Place
-from draftworks.retention.removable import Item, RemovalPlan, plan_removal
+from draftworks.retention.removable import Item, Place, RemovalPlan, plan_removal
 from draftworks.retention.removal import Removal, remove_items
+from draftworks.retention.stored_results import list_pins, pin_result, unpin_result
 from draftworks.retention.survey import Survey, survey
 from draftworks.storage.artifacts import ArtifactStore
-from draftworks.storage.suggestions import list_fitting
+from draftworks.storage.words import list_fitting
 from draftworks.targets.registry import Registry
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftworks.capture.progress import Progress
+from draftworks.capture.batch_notes import Progress
 from draftworks.config.run_files import ServeRun
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.distributed.process_group import resolve_device
+from draftworks.distributed.collectives import resolve_device
 from draftworks.errors import DataError, EngineError
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.loop import current_timing_context
@@ -34,10 +34,16 @@ from draftworks.programs.program import ProgramContext, run_program
 from draftworks.sglang.client import GenerateRequest
 from draftworks.sglang.environment import require_cpu_speculation
 from draftworks.sglang.server import ServerOptions, SGLangServer
-from draftworks.sglang.server_counters import Counters, SpeculatedAnswer, read_accept_length, read_verified_tokens
-from draftworks.sglang.speculating_client import SpeculatingClient
-from draftworks.sglang.speculation import Speculation, require_cpu_dtype
-from draftworks.storage.atomic import publish_json
+from draftworks.sglang.speculation import (
+    Counters,
+    SpeculatedAnswer,
+    SpeculatingClient,
+    Speculation,
+    read_accept_length,
+    read_verified_tokens,
+    require_cpu_dtype,
+)
+from draftworks.storage.files import publish_json
 
 RESULT = "serving.json"
 SCHEMA_VERSION = 1

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftworks.data.slice_weights import DEFAULT_MAX_WEIGHT, SlicePlan, save_plan
+from draftworks.data.slices import DEFAULT_MAX_WEIGHT, SlicePlan, save_plan
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.evaluation.report import text_tables
 from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
 from draftworks.programs.start import CHECKOUT, report_error
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import ReportIdentity
-from draftworks.storage.suggestions import suggest_or_list
+from draftworks.storage.words import suggest_or_list
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:

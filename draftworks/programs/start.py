@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,12 +15,26 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from typer._click import globals as click
 
-from draftworks.distributed import parent_death
+from draftworks.distributed import stop_signals
 from draftworks.errors import ConfigError, DraftworksError
-from draftworks.programs.short_paths import shorten_paths
 
-if TYPE_CHECKING:  # half a second of imports that `run --help` does not need
+if TYPE_CHECKING:
     from draftworks.targets.registry import Registry
+
+
+def shorten_paths(text: str, registry: Path) -> str:
+    """Return a message with the registry's path as from the working folder, or, elsewhere, as its name alone."""
+    full = Path(registry).resolve()
+    if not full.is_dir():  # then the path itself is what is wrong
+        return text
+    try:
+        short = str(full.relative_to(Path.cwd()))
+    except ValueError:
+        short = full.name
+    for long in sorted({str(full), str(registry)} - {short, "."}, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w./-]){re.escape(long)}(?![\w-])", short.replace("\\", "/"), text)
+    return text
+
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CHECKOUT_REGISTRY = CHECKOUT / "registry"
@@ -66,7 +81,7 @@ def run(
 
 
 def _require_job(job: str, target: str | None, registry: Path) -> None:
-    from draftworks.programs.job_names import require_job  # half a second, see above
+    from draftworks.programs.code_location import require_job  # half a second, see above
     from draftworks.targets.registry import Registry
 
     require_job(job, target, Registry(registry))
@@ -132,7 +147,7 @@ def run_in_process_group(arguments: list[str]) -> int:
     Ctrl-C at a terminal goes to the whole process group. In the same group, every step would get the signal twice, from
     the terminal and from its run, the second time while it saves; and Dagster's helpers would print tracebacks.
     """
-    command = [*parent_death.build_shim_command(), sys.executable, *arguments]
+    command = [*stop_signals.build_shim_command(), sys.executable, *arguments]
     held = subprocess.Popen(command, env=build_dagster_environment(), process_group=0)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda received, _: held.send_signal(received))

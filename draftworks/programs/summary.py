@@ -1,21 +1,34 @@
-"""`draftworks summary`: what exists for a target, and the acceptance of its drafts."""
+"""The commands `draftworks summary`, `leaderboard` and `compare`: what exists, and the acceptance of drafts."""
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from draftworks.errors import DraftworksError
+import typer
+
+from draftworks.errors import ConfigError, DraftworksError
 from draftworks.evaluation.acceptance_length import NAME, SYMBOL, format_length
+from draftworks.evaluation.report import text_tables
 from draftworks.evaluation.report.sampled import describe_rates, list_sampled_acceptance
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary
 from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
 from draftworks.evaluation.strategy_metrics import describe_strategy_metrics
-from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
+from draftworks.fleet.leaderboard import Fleet, Standing
+from draftworks.fleet.leaderboard_views import CAPTION, cells, markdown
+from draftworks.programs.start import CHECKOUT, CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import of_strategy
+from draftworks.storage.names import of_strategy
 from draftworks.targets.registry import HELDOUT, Registry
+
+if TYPE_CHECKING:
+    from draftworks.fleet.draft_comparison import DraftComparison
+
 
 SIMULATED_METRIC = "eval/simulated_acc_len"
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
@@ -142,3 +155,74 @@ def build_strategy_metrics_table(strategy: str, draft: Artifact) -> TextTable:
 
 def _short(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+DraftArgument = Annotated[
+    str, typer.Argument(help="TARGET/STRATEGY (the newest), TARGET/STRATEGY/DIGEST, a digest, or a report's folder.")
+]
+
+
+def compare(
+    a: DraftArgument,
+    b: DraftArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write a page with a picture: FILE.html, or FILE.md and FILE.png.")
+    ] = None,
+    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT / "registry",
+) -> None:
+    """Compare two drafts: recipes, data, figures with paired intervals, slices, sizes and costs. Reads records only."""
+    from draftworks.fleet.compared_drafts import find_compared_draft
+    from draftworks.fleet.comparison_page import describe_comparison, render_markdown
+    from draftworks.fleet.draft_comparison import compare_drafts
+    from draftworks.storage.artifacts import ArtifactStore
+
+    try:
+        if out is not None and out.suffix not in (".html", ".md"):
+            raise ConfigError(f"--out {out}: expected a name that ends in .html or .md")
+        artifacts = ArtifactStore(Registry(registry).resolve_var_folder())
+        found = compare_drafts(find_compared_draft(a, artifacts), find_compared_draft(b, artifacts))
+        if out is not None:
+            _write_page(out, found)
+    except (DraftworksError, OSError) as error:
+        raise report_error(error) from None
+    width = text_tables.find_terminal_width()
+    typer.echo(json.dumps(describe_comparison(found), indent=2) if as_json else render_markdown(found, width=width))
+
+
+def _write_page(out: Path, found: DraftComparison) -> None:
+    """Write the page as HTML or Markdown, by the file's name; a Markdown page has its picture beside it."""
+    from draftworks.fleet.comparison_page import render_html, render_markdown
+    from draftworks.fleet.comparison_plot import plot_differences
+    from draftworks.storage.files import publish_file
+
+    picture = plot_differences(found)
+    if out.suffix == ".html":
+        text = render_html(found, picture)
+    else:
+        image = out.with_suffix(".png")
+        if picture is not None:
+            with publish_file(image) as staging:
+                staging.write_bytes(picture)
+        text = render_markdown(found, None if picture is None else image.name)
+    with publish_file(out) as staging:
+        staging.write_text(text, encoding="utf-8")
+
+
+def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
+    """Show every draft of every target: acceptance, age, the best ever, what it is stale against. In a file, as Markdown."""
+    try:
+        standings = Fleet.of(Registry(registry)).standings()
+    except DraftworksError as error:
+        raise report_error(error) from None
+    if text_tables.find_terminal_width() is None:
+        typer.echo(markdown(standings), nl=False)
+        return
+    print_table(build_leaderboard(standings, time.time()))
+
+
+def build_leaderboard(standings: Sequence[Standing], now: float) -> TextTable:
+    """Build the table with a row per draft; `now` is in seconds since the epoch."""
+    rows = (cells(standing, now) for standing in standings)
+    digests = frozenset(("draft",))
+    return TextTable.of("leaderboard", rows, caption=CAPTION, digests=digests, heads=2)

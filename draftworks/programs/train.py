@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from draftworks.config.layer_options import LayerOptions
+from draftworks.config.draft_options import LayerOptions
 from draftworks.config.run_files import VOCAB_FILE, TrainRun
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.conversations import QUARANTINE_FILE
-from draftworks.data.rejected import RejectedSample, write_rejected
-from draftworks.distributed.collectives import gather_from_ranks
-from draftworks.distributed.process_group import open_process_group
+from draftworks.data.raw_rows import RejectedSample, write_rejected
+from draftworks.distributed.collectives import gather_from_ranks, open_process_group
 from draftworks.distributed.stop_signals import Interrupted, StopRequest, defer_stop
 from draftworks.drafts.draft_io import DraftConfig, load_draft, save_draft
 from draftworks.programs.assembly import (
@@ -35,20 +34,15 @@ from draftworks.programs.assembly import (
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runtime.training_stream import PLAN_AGAIN, TrainingStream
 from draftworks.storage.artifacts import PARTIAL
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import publish_file
 from draftworks.storage.identity import digest
-from draftworks.targets.machine import describe_computation
+from draftworks.targets.fitted_defaults import describe_computation
 from draftworks.training.backend import ensure_process_group
-from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_files import read_record
-from draftworks.training.checkpoint_manager import CheckpointManager
+from draftworks.training.checkpoint_manager import BestRule, CheckpointManager, EarlierPlan, find_resume_point
 from draftworks.training.controller import StepDiscarded
-from draftworks.training.observers import ProgressReport, TensorBoardLog, TrainingObserver
-from draftworks.training.plots import render_training_plot
-from draftworks.training.resume_point import EarlierPlan, find_resume_point
-from draftworks.training.trackers.background import BackgroundTracker
-from draftworks.training.trackers.open import TrackedDraft, make_trackers, report_to
-from draftworks.training.trackers.tracker import flatten_parameters
+from draftworks.training.history import ProgressReport, TensorBoardLog, TrainingObserver, render_training_plot
+from draftworks.training.tracking import BackgroundTracker, TrackedDraft, flatten_parameters, make_trackers, report_to
 from draftworks.training.trainer import Persistence, TrainedWeights, Trainer
 
 HISTORY, PLOT = "history.json", "training.png"

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftworks.config.run_files import StoreSpec
-from draftworks.retention.place import Place
-from draftworks.retention.removable import Item, RemovalPlan
+from draftworks.retention.removable import Item, Place, RemovalPlan
 from draftworks.retention.stored_results import list_asset_folders
 from draftworks.retention.survey import survey
 from draftworks.storage.artifacts import LOCK, REPLACED
-from draftworks.storage.atomic import remove
 from draftworks.storage.file_lock import try_lock
+from draftworks.storage.files import remove
 
 if TYPE_CHECKING:
     from draftworks.features.contracts import StoredFile

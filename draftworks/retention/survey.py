@@ -5,34 +5,143 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftworks.data.slice_weights import WEIGHTS_FILE, read_plan
+from draftworks.data.slices import WEIGHTS_FILE, read_plan
+from draftworks.errors import DraftworksError
+from draftworks.evaluation.report.summary import TRAINED, ReportSummary
 from draftworks.features.manifest import MANIFEST
-from draftworks.retention.feature_use import UnusedFeatures, find_unused_features
-from draftworks.retention.pins import list_pins
-from draftworks.retention.place import Place
-from draftworks.retention.references import UsedResults, find_best, find_used
-from draftworks.retention.removable import Item
-from draftworks.retention.scores import read_score
-from draftworks.retention.served_drafts import list_served
+from draftworks.retention.removable import Item, Place, UnusedFeatures, find_unused_features, list_served
 from draftworks.retention.stored_results import (
     StoredResult,
     list_asset_folders,
     list_folders,
+    list_pins,
     measure_folder,
     read_results,
 )
 from draftworks.storage.artifacts import UNPUBLISHED
-from draftworks.storage.asset_names import CONVERSATIONS, TRAINING_FEATURES, of_strategy
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import read_json
+from draftworks.storage.names import CONVERSATIONS, TRAINING_FEATURES, of_strategy
+from draftworks.targets.registry import HELDOUT
 
 if TYPE_CHECKING:
     from draftworks.features.contracts import StoredFile
+
+
+ReadScore = Callable[[StoredResult], float | None]
+
+
+@dataclass(frozen=True)
+class UsedResults:
+    """Results in use, with the reason.
+
+    Attributes:
+        reasons: by folder: "current", "best", "pinned", "in service"; or "made into ASSET DIGEST" for what a result in
+            use was made from.
+    """
+
+    reasons: Mapping[Path, str] = field(default_factory=dict)
+
+    def __contains__(self, result: StoredResult) -> bool:
+        return result.path in self.reasons
+
+
+def find_used(
+    results: Sequence[StoredResult], roots: Mapping[Path, str], alone: Mapping[Path, str] | None = None
+) -> UsedResults:
+    """Return the results in `roots`, and all that they were made from, directly or not.
+
+    A result refers to another of the same target if its identity mentions one of the other's names. A draft's identity
+    has a digest over its streams instead of the name of its features: it refers to all features of its tokens and target.
+
+    Args:
+        roots: reason by folder.
+        alone: reason by folder of results that are kept without what they were made from.
+    """
+    by_target: defaultdict[str, list[StoredResult]] = defaultdict(list)
+    for result in results:
+        by_target[result.target].append(result)
+    reasons: dict[Path, str] = {}
+    for one in by_target.values():
+        index = _Index.of(one)
+        waiting = [result for result in one if result.path in roots]
+        reasons.update((result.path, roots[result.path]) for result in waiting)
+        while waiting:
+            user = waiting.pop()
+            for used in index.find_used_by(user):
+                if used.path not in reasons:
+                    reasons[used.path] = f"made into {user.asset} {user.digest}"
+                    waiting.append(used)
+    for result in results:
+        if alone is not None and result.path in alone:
+            reasons.setdefault(result.path, alone[result.path])
+    return UsedResults(reasons)
+
+
+def find_best(reports: Iterable[StoredResult], read_score: ReadScore) -> dict[Path, str]:
+    """Return, as roots, the report with the highest score of each asset and target; of equal ones the earliest.
+
+    Args:
+        read_score: reads the main score of a report; None if it has none that can be read.
+    """
+    groups: defaultdict[tuple[str, str], list[StoredResult]] = defaultdict(list)
+    for report in reports:
+        groups[report.asset, report.target].append(report)
+    best: dict[Path, str] = {}
+    for group in groups.values():
+        if len(group) == 1:
+            best[group[0].path] = "best"  # without reading it: it is current, or all that is left
+            continue
+        scored = [(score, -each.created, each.path) for each in group if (score := read_score(each)) is not None]
+        if scored:
+            best[max(scored)[2]] = "best"
+    return best
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Results of one target by their names, and the sets of training features by what they were made from."""
+
+    named: Mapping[str, Sequence[StoredResult]]
+    features: Mapping[tuple[object, object], Sequence[StoredResult]]
+
+    @classmethod
+    def of(cls, results: Iterable[StoredResult]) -> _Index:
+        named: defaultdict[str, list[StoredResult]] = defaultdict(list)
+        features: defaultdict[tuple[object, object], list[StoredResult]] = defaultdict(list)
+        for result in results:
+            for name in result.names:
+                named[name].append(result)
+            if result.asset == TRAINING_FEATURES:
+                features[result.made_from].append(result)
+        return cls(dict(named), dict(features))
+
+    def find_used_by(self, user: StoredResult) -> Iterator[StoredResult]:
+        for text in user.mentions:
+            yield from self.named.get(text, ())
+        yield from self.features.get(user.made_from, ())
+
+
+_WALK_RUNG, _SIMULATED_RUNG = 3, 1
+
+
+def read_score(report: StoredResult) -> float | None:
+    """Return the walk (rung 3) of a report, or simulated_acc_len if it has none; None if it cannot be read."""
+    try:
+        summary = ReportSummary.load(report.path / HELDOUT)
+    except DraftworksError:
+        return None
+    for rung in (_WALK_RUNG, _SIMULATED_RUNG):
+        values = [each.value for each in summary.select_scores(TRAINED, rung) if each.value is not None]
+        if values:
+            return values[0]
+    return None
+
 
 NOT_USED = "nothing in use was made from it"
 CHUNK_BYTES = 256 << 20

@@ -16,9 +16,9 @@ from torch import Tensor
 from draftworks.capture.engine import TargetEngine, find_backend
 from draftworks.capture.plan import SampleJob, StreamPlan
 from draftworks.capture.session import Confirmation
-from draftworks.capture.sound_capture import CapturedSample, SoundCapture, verify_head_of
+from draftworks.capture.verify import CapturedSample, SoundCapture, verify_head_of
 from draftworks.config.run_files import CaptureRun
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.dataflow.control_plane import ControlPlane
 from draftworks.dataflow.controller import PAGE
 from draftworks.dataflow.tasks import PromptTask, TaskLease

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftworks.capture.engine import TargetEngine, find_backend
-from draftworks.capture.in_flight import InFlight, InFlightBudget, RequestSize
 from draftworks.capture.plan import SampleJob, StreamPlan
-from draftworks.capture.session import Confirmation
-from draftworks.capture.sound_capture import SoundCapture, verify_head_of
+from draftworks.capture.session import Confirmation, InFlight, InFlightBudget, RequestSize
+from draftworks.capture.verify import SoundCapture, verify_head_of
 from draftworks.config.run_files import CaptureRun
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.metadata_store import ConsumerProgress
 from draftworks.dataflow.tasks import TaskFailure, TaskLease

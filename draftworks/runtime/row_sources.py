@@ -6,13 +6,12 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-from draftworks.capture.answers.answerers import EngineAnswerer, converse
-from draftworks.capture.answers.dialogue import Dialogue, build_token_rows
+from draftworks.capture.answers.dialogue import Dialogue, EngineAnswerer, build_token_rows, converse
 from draftworks.capture.engine import TargetEngine
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.dataflow.tasks import PromptTask
 from draftworks.errors import CaptureError, DataError
 

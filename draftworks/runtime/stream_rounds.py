@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from draftworks.config.features import StreamSteps, require_one_schedule
 from draftworks.config.run_files import StreamPlace
-from draftworks.config.streaming import StreamSteps, require_one_schedule
-from draftworks.data.rejected import RejectedSample
+from draftworks.data.raw_rows import RejectedSample
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.watermark import Watermark
 from draftworks.features.contracts import SampleRef

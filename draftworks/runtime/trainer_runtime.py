@@ -20,8 +20,7 @@ from draftworks.errors import ConfigError
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.training_loader import TrainingLoader
 from draftworks.training.checkpoint_files import read_record
-from draftworks.training.history import History
-from draftworks.training.observers import StepListener, TrainingObserver
+from draftworks.training.history import History, StepListener, TrainingObserver
 from draftworks.training.trainer import Persistence, Trainer
 
 

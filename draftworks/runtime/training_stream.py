@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from draftworks.capture.sound_capture import require_few_failed
+from draftworks.capture.verify import require_few_failed
+from draftworks.config.features import StreamFollower, StreamSteps
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import StreamPlace
-from draftworks.config.streaming import StreamFollower, StreamSteps
-from draftworks.data.rejected import RejectedSample
+from draftworks.data.raw_rows import RejectedSample
 from draftworks.dataflow.control_client import RemoteMetadataStore
 from draftworks.dataflow.control_wire import load_token
 from draftworks.dataflow.controller import DataFlowController

@@ -8,13 +8,11 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.export.names import GATE_MEANINGS
-from draftworks.service.record import ServedDraft
+from draftworks.service.register import ServedDraft
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import of_strategy
-from draftworks.storage.names import require_name
-from draftworks.storage.records import DraftIdentity, ExportIdentity, ReportIdentity
-from draftworks.storage.result_names import choose_name, read_names
-from draftworks.storage.suggestions import suggest_or_list
+from draftworks.storage.names import of_strategy, require_name
+from draftworks.storage.records import DraftIdentity, ExportIdentity, ReportIdentity, choose_name, read_names
+from draftworks.storage.words import suggest_or_list
 from draftworks.targets.registry import HELDOUT
 
 

@@ -20,12 +20,11 @@ from datetime import UTC, datetime
 from typing import IO, NamedTuple
 
 from draftworks.config.service import HookSpec
-from draftworks.endpoints.json_post import MAX_ANSWER_BYTES, post_json
 from draftworks.errors import ConfigError
-from draftworks.service.record import InService
-from draftworks.service.register import ServiceRegister
-from draftworks.service.states import Attempt, Delivery, find_delivery, save_delivery
-from draftworks.storage.regular_files import parse_json
+from draftworks.service.json_post import MAX_ANSWER_BYTES, post_json
+from draftworks.service.register import InService, ServiceRegister
+from draftworks.service.rule import Attempt, Delivery, find_delivery, save_delivery
+from draftworks.storage.files import parse_json
 from draftworks.storage.words import format_count
 
 MAX_DETAIL = 500

@@ -12,31 +12,30 @@ from datetime import UTC, datetime
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.service import ServiceSpec
-from draftworks.data.slice_columns import SLICE_COLUMNS
+from draftworks.data.slices import SLICE_COLUMNS
 from draftworks.errors import StoreError
 from draftworks.evaluation.report.comparison import ComparedWalks, WalkComparison, compare_reports
 from draftworks.evaluation.report.paired_slices import SliceDifference, examine_slice, list_paired_slices
 from draftworks.service.candidate import Candidate, RefusedError, find_candidate
-from draftworks.service.record import Canary, EvalFigures, InService
-from draftworks.service.register import ConflictError, ServiceRegister
-from draftworks.service.resolve import require_present
+from draftworks.service.register import Canary, ConflictError, EvalFigures, InService, ServiceRegister, require_present
 from draftworks.service.rule import (
     CONFIDENCE,
+    Accepted,
     Compared,
     Margins,
     Ranked,
     Verdict,
     describe_figures,
+    forget_accepted,
     judge_eval_set,
+    judge_slices,
     rank_earlier,
+    save_accepted,
     was_measured,
 )
-from draftworks.service.slice_rule import judge_slices
-from draftworks.service.states import Accepted, forget_accepted, save_accepted
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import of_strategy
-from draftworks.storage.records import ReportIdentity
-from draftworks.storage.result_names import choose_name
+from draftworks.storage.names import of_strategy
+from draftworks.storage.records import ReportIdentity, choose_name
 from draftworks.targets.registry import Registry
 
 

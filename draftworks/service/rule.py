@@ -1,7 +1,7 @@
-"""The rule of promotion: on every eval set not inferior to the best draft that was in service. Pure, torch-free.
+"""The rule of promotion: on every eval set, and every large slice, not inferior to the best draft in service. Torch-free.
 
 A draft is promoted if, on every eval set, the lower bound of the paired 95% interval of (new - best) of the walk's
-accepted tokens per pass is at least -margin, and no slice is lost (`draftworks.service.slice_rule`). Best is the best draft that was ever in service for these weights of the
+accepted tokens per pass is at least -margin, and no slice is lost (`draftworks.service.rule`). Best is the best draft that was ever in service for these weights of the
 target, not the one in service now, so small losses do not add up over many promotions.
 
 How drafts compare with each other is known from the figures of their own promotions: each has a strength, that of the
@@ -12,17 +12,23 @@ counts as lost already.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from draftworks.service.record import EvalFigures, InService
+from draftworks.errors import StoreError
+from draftworks.evaluation.ladder.statistics.holm import adjust_by_holm
+from draftworks.service.register import MAX_BYTES, EvalFigures, InService, LostSlice, ServiceRegister
+from draftworks.storage.files import publish_json, read_json
 from draftworks.storage.words import format_count
 
-if TYPE_CHECKING:  # numpy, which no sensor needs
+if TYPE_CHECKING:
     from draftworks.evaluation.ladder.statistics import PairedDifference
+    from draftworks.evaluation.report.paired_slices import SliceDifference
+
 
 CONFIDENCE = 0.95
 NO_WIDTH = "the difference is the same on every prompt, so nothing shows what it is on others: measure on other prompts"
@@ -202,3 +208,143 @@ def _judge(paired: PairedDifference, carried: float, margins: Margins, same_weig
     if needed is None:
         return _Judged(Verdict.UNDECIDED, "the difference itself is below what is allowed: train a better draft")
     return _Judged(Verdict.UNDECIDED, f"about {format_count(needed, 'prompt')} would decide, if the difference stays")
+
+
+ACCEPTED, DELIVERIES = "accepted.json", "deliveries"
+
+
+class State(StrEnum):
+    """The states of a draft, in their order."""
+
+    ACCEPTED = "accepted"
+    """The rule accepts it; it is not in service yet."""
+    PROMOTED = "promoted"
+    """It is in service."""
+    CONFIRMED = "confirmed"
+    """A server has said that it uses it."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A draft that the rule has accepted, while the record of `number` was in service (0: none)."""
+
+    number: int
+    digest: str
+    figures: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def of(cls, current: InService | None, digest: str, figures: Sequence[EvalFigures]) -> Accepted:
+        return cls(0 if current is None else current.number, digest, tuple(asdict(one) for one in figures))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to tell a server; `detail` is what it said, or what went wrong."""
+
+    when: str
+    seconds: float
+    outcome: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What has come of telling servers about one record.
+
+    Attributes:
+        told: whether an attempt succeeded.
+        confirmed: whether the server has answered with the digest of the draft.
+    """
+
+    number: int
+    digest: str
+    told: bool
+    confirmed: bool
+    attempts: tuple[Attempt, ...]
+
+
+def read_states(register: ServiceRegister) -> dict[str, State]:
+    """Return the state of the draft in service, and of one that was accepted since, by digest."""
+    found: dict[str, State] = {}
+    current = register.find()
+    if current is not None:
+        delivery = find_delivery(register, current)
+        confirmed = delivery is not None and delivery.confirmed
+        found[current.draft.digest] = State.CONFIRMED if confirmed else State.PROMOTED
+    accepted = find_accepted(register)
+    if accepted is not None and accepted.number == (0 if current is None else current.number):
+        found.setdefault(accepted.digest, State.ACCEPTED)
+    return found
+
+
+def find_accepted(register: ServiceRegister) -> Accepted | None:
+    try:
+        values = read_json(register.folder / ACCEPTED, MAX_BYTES)
+        return Accepted(int(values["number"]), str(values["digest"]), tuple(values["figures"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{register.folder / ACCEPTED}: cannot be read ({error}). Remove the file") from None
+
+
+def save_accepted(register: ServiceRegister, accepted: Accepted) -> None:
+    register.folder.mkdir(parents=True, exist_ok=True)
+    publish_json(register.folder / ACCEPTED, asdict(accepted))
+
+
+def forget_accepted(register: ServiceRegister) -> None:
+    (register.folder / ACCEPTED).unlink(missing_ok=True)
+
+
+def find_delivery(register: ServiceRegister, record: InService) -> Delivery | None:
+    """Return what has come of telling servers about a record; None if nobody has been told."""
+    path = register.folder / DELIVERIES / f"{record.number:08}.json"
+    try:
+        values = read_json(path, MAX_BYTES)
+        attempts = tuple(Attempt(**each) for each in values.pop("attempts"))
+        found = Delivery(**values, attempts=attempts)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{path}: cannot be read ({error}). Remove the file") from None
+    return found if found.digest == record.draft.digest else None
+
+
+def save_delivery(register: ServiceRegister, delivery: Delivery) -> None:
+    publish_json(register.folder / DELIVERIES / f"{delivery.number:08}.json", json.loads(json.dumps(asdict(delivery))))
+
+
+def judge_slices(
+    figures: Sequence[EvalFigures], differences: Mapping[str, Sequence[SliceDifference]], margin: float
+) -> tuple[EvalFigures, ...]:
+    """Return the figures with the slices that are lost. An eval set with one gets the verdict `slice_lost`, unless it has
+    `worse`.
+
+    Args:
+        differences: of the slices of each eval set, against the draft that it was compared with.
+        margin: accepted tokens per pass that a slice may lose, whether by chance or not.
+    """
+    asked = [(name, one) for name, found in differences.items() for one in found]
+    adjusted = adjust_by_holm([one.p_value for _, one in asked])
+    lost: dict[str, list[LostSlice]] = {}
+    for (name, one), p_value in zip(asked, adjusted):
+        if one.difference < -margin and p_value <= 1 - CONFIDENCE:
+            found = LostSlice(one.column, one.value, one.prompts, one.difference, one.low, one.high, p_value)
+            lost.setdefault(name, []).append(found)
+    return tuple(_add_lost(one, lost.get(one.eval_set, ()), margin) for one in figures)
+
+
+def _add_lost(figures: EvalFigures, lost: Sequence[LostSlice], margin: float) -> EvalFigures:
+    if not lost:
+        return figures
+    verdict = figures.verdict if figures.verdict == Verdict.WORSE else Verdict.SLICE_LOST
+    named = "; ".join(_describe(one) for one in lost)
+    reason = f"{named} (a slice may lose {margin:g})"
+    return replace(
+        figures, verdict=verdict, reason="; ".join(filter(None, [figures.reason, reason])), slices=tuple(lost)
+    )
+
+
+def _describe(one: LostSlice) -> str:
+    interval = f"{one.low:+.3f} to {one.high:+.3f}, {format_count(one.prompts, 'prompt')}"
+    return f"{one.column} {one.value} loses {-one.difference:.3f} ({interval})"

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from draftworks.sglang.api_key import make_key_file, read_key
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import publish_file
 
 _PREFIX = "servers-"
 _WANTED, _OVER = "wanted", "over"

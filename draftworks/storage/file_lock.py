@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from draftworks.storage.lease import Lease, LeasePath
-from draftworks.storage.lease_file import DEFAULT_TIMES, LeaseTimes
+from draftworks.storage.lease import DEFAULT_TIMES, Lease, LeasePath, LeaseTimes
 
 REMINDER_S = 60.0
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.25

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftworks.storage.atomic import publish_file
-from draftworks.storage.regular_files import open_regular, read_json
+from draftworks.storage.files import open_regular, publish_file, read_json
 
 DIGEST_LENGTH = 16
 _LARGE_FILE_BYTES = 1_000_000_000

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import ArtifactStore
-from draftworks.storage.asset_names import HELDOUT_FEATURES, TRAINING_FEATURES
-from draftworks.storage.data_records import read_captured_weights
+from draftworks.storage.names import HELDOUT_FEATURES, TRAINING_FEATURES
+from draftworks.storage.records import read_captured_weights
 
 CAPTURED = (TRAINING_FEATURES, HELDOUT_FEATURES)
 """Assets whose records name the weights from which a target's features were captured."""

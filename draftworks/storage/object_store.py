@@ -15,14 +15,16 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from draftworks.errors import ConfigError
-from draftworks.storage.atomic import publish_file
-from draftworks.storage.object_access import ObjectAccess, parse_object_url, read_settings
-from draftworks.storage.object_errors import (
+from draftworks.storage.files import publish_file
+from draftworks.storage.object_access import (
     MissingObjectError,
+    ObjectAccess,
     ObjectStorageError,
     explain,
     find_code,
     may_pass,
+    parse_object_url,
+    read_settings,
 )
 
 SINGLE_PUT_BYTES = 64 << 20

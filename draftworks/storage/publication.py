@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import POINTER, RECORD, SCHEMA_VERSION, Artifact
+from draftworks.storage.files import parse_json
 from draftworks.storage.identity import digest
 from draftworks.storage.object_store import ObjectStore
-from draftworks.storage.regular_files import parse_json
 
 CONTENT_LENGTH = 12
 SWAP_TRIES = 20

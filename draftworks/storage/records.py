@@ -1,16 +1,18 @@
-"""Typed identities of drafts, exports and reports, written by one asset and read by others; see also `data_records`.
+"""Typed records of data, drafts, exports and reports, written by one asset and read by others.
 
 The JSON is that of earlier versions: a field that their records lack is read as None, which equals no current value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
+from draftworks.errors import StoreError
 from draftworks.storage.artifacts import Artifact
-from draftworks.storage.asset_names import strategy_of_draft
+from draftworks.storage.names import strategy_of_draft
+from draftworks.storage.words import list_names, suggest_or_list
 
 
 @dataclass(frozen=True)
@@ -155,3 +157,189 @@ class ReportIdentity:
             limits=None if limits is None else Limits(*limits),
             bigram_tokens=found.get("bigram_tokens"),
         )
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """Base of identities whose JSON has a key for each field."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Self:
+        return cls(**{each.name: artifact.identity.get(each.name) for each in fields(cls)})
+
+
+@dataclass(frozen=True)
+class ConversationsIdentity(DataIdentity):
+    """Inputs of the prepared conversations of a target.
+
+    Attributes:
+        dataset: content digest of the data set's files.
+        data: the options of `data` that decide which conversations are kept, and in which part.
+        split: what of a row decides in which part it is.
+    """
+
+    dataset: str | None
+    data: Mapping[str, Any] | None
+    vocab_size: int | None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class EvalSetIdentity(DataIdentity):
+    """Inputs of the prepared conversations of a named eval set.
+
+    Attributes:
+        dataset: content digest of its files.
+        held_out_share: of the part that no draft is trained on; the JSON has the key only if the set is that part.
+        both_ways: each prompt is asked with thinking off and on; the JSON has the key only if that is so.
+        split: what of a row decides whether it is held out; the JSON has the key as `held_out_share`.
+    """
+
+    dataset: str | None
+    max_conversations: int | None
+    max_rejected_share: float | None
+    vocab_size: int | None
+    held_out_share: float | None = None
+    both_ways: bool | None = None
+    split: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        optional, found = ("held_out_share", "both_ways", "split"), super().to_json()
+        return {name: value for name, value in found.items() if name not in optional or value is not None}
+
+
+@dataclass(frozen=True)
+class AnswersIdentity(DataIdentity):
+    """Inputs of conversations with answers, in tokens.
+
+    Attributes:
+        conversations: content version of the conversations; `part` is the part of them that is answered.
+        responses: options that decide the answers.
+        target: digest of the target's weights; None, as the fields of its engine, where the target does not answer.
+        tokenizer: digest of tokenizer and chat template.
+        args: SGLang's additional arguments; the JSON has the key only if there are some.
+        revision: of how turns are asked and what of them is a label.
+    """
+
+    conversations: str | None
+    part: str | None
+    responses: Mapping[str, Any] | None
+    target: str | None
+    tokenizer: str | None
+    max_length: int | None
+    only_last_turn: bool | None
+    compute_dtype: str | None = None
+    backend: str | None = None
+    args: list[str] | None = None
+    revision: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_json().items() if name != "args" or value}
+
+    def is_greedy_of(self, target_digest: str) -> bool:
+        """Return whether the target of these weights wrote the answers by its own engine, each token its likeliest."""
+        responses = self.responses or {}
+        own = responses.get("mode") == "regenerate" and "endpoint" not in responses and self.target == target_digest
+        return own and not responses.get("temperature") and responses.get("repetition_penalty", 1.0) == 1.0
+
+    def find_sampling_of(self, target_digest: str) -> dict[str, Any] | None:
+        """Return temperature, top_k and top_p at which the target of these weights wrote the answers, by its own engine or an
+        endpoint; None if it did not, or if a penalty changed what it says.
+        """
+        responses = self.responses or {}
+        if responses.get("mode") != "regenerate" or self.target != target_digest:
+            return None
+        if responses.get("repetition_penalty", 1.0) != 1.0:
+            return None
+        temperature = responses.get("temperature", 0.0)
+        cuts = {"top_k": responses.get("top_k") or None, "top_p": responses.get("top_p", 1.0)} if temperature else {}
+        return {"temperature": temperature, **cuts}
+
+
+@dataclass(frozen=True)
+class FeaturesIdentity(DataIdentity):
+    """Inputs of the features of a training set.
+
+    Attributes:
+        tokens: content version of the tokenized set.
+        target: digest of the target's weights.
+        taps: hf_index of each captured tap.
+        capture: options of the capture that decide the features' values.
+    """
+
+    tokens: str | None
+    target: str | None
+    taps: list[int] | None
+    capture: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class EvalFeaturesIdentity(DataIdentity):
+    """Inputs of the features of an eval set: the key of its cache entry, and digests of what the entry is made from.
+
+    Attributes:
+        eval_data: content version of the answers.
+        target: digest of the target's weights.
+        tokenizer: digest of tokenizer and chat template.
+        capture: digest of the options of the capture that decide the features' values.
+    """
+
+    eval_cache_key: str
+    eval_data: str | None
+    target: str | None
+    tokenizer: str | None
+    capture: str | None
+
+
+def read_captured_weights(features: Artifact) -> str | None:
+    """Return the digest of the target's weights from which features, of a training set or an eval set, were captured."""
+    return features.identity.get("target")
+
+
+LEAST_VERSION = 8
+"""Characters of a data version that are enough to recognise it."""
+_SHOWN = 5
+_ROOM = 18 * _SHOWN
+"""Characters for so many names."""
+
+
+def read_names(results: Iterable[Artifact]) -> dict[str, str]:
+    """Return the data version of each result by its name, in the order given."""
+    return {each.path.name: each.data_version for each in results}
+
+
+def choose_name(given: str, known: Mapping[str, str | None], what: str = "draft") -> str:
+    """Return the name of the result that a user means.
+
+    Args:
+        given: the name or its begin.
+        known: data version by name; None where it is not known.
+        what: kind of result, for the message.
+
+    Raises:
+        StoreError: none begins so, or several do; a data version is answered with the name.
+    """
+    if given in known:
+        return given
+    found = [name for name in known if given and name.startswith(given)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise StoreError(f"several {what}s begin with {given}: {list_names(found, _SHOWN)}. Give more of it")
+    hint = explain_data_version(given, known, what)
+    if hint is not None:
+        raise StoreError(hint)
+    raise StoreError(f"no {what} {given!r:.80}; {suggest_or_list(given, known, _ROOM)}")
+
+
+def explain_data_version(given: str, known: Mapping[str, str | None], what: str = "draft") -> str | None:
+    """Return the name to use in place of a data version, or of its begin, in words; None if it is none."""
+    if len(given) < LEAST_VERSION:
+        return None
+    same = [name for name, version in known.items() if version is not None and version.startswith(given)]
+    if not same:
+        return None
+    return f"{given} is the data version of {what} {list_names(same, _SHOWN, between=' and ')}, which goes by that name: give {same[0]}"

@@ -1,4 +1,4 @@
-"""Check that two hosts see one folder: a token that one writes and the other reads, and its answer back. Torch-free.
+"""Check that two hosts see one folder, and what kind of file system a folder is on. Torch-free.
 
     {folder}/.shared/{id}.json                  the token, written by who starts a job
     {folder}/.shared/{id}.{host}.{pid}.json     an answer, written by a process of the job
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from draftworks.errors import ConfigError
-from draftworks.storage.atomic import fsync
+from draftworks.storage.files import fsync
 
 VARIABLE = "DRAFTWORKS_SHARED_FOLDER"
 """Environment variable of a job with the token, as JSON."""
@@ -191,3 +192,56 @@ def _sweep(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > KEPT_S:
                 path.unlink()
+
+
+MOUNTS = Path("/proc/self/mountinfo")
+_SHARED = frozenset(
+    (
+        *("nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "afs", "9p", "virtiofs", "fuse"),
+        *("lustre", "ceph", "glusterfs", "gpfs", "beegfs", "wekafs", "panfs", "pvfs2", "orangefs", "gfs2", "ocfs2"),
+    )
+)
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A mounted file system.
+
+    Attributes:
+        kind: as the kernel names it, such as "ext4" or "nfs4".
+    """
+
+    point: Path
+    kind: str
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the file system is one of a network or of a user-space program (`fuse`, `fuse.sshfs`).
+
+        Locks and shared memory of such files do not reach from one host to another. `fuseblk` is a local disk.
+        """
+        return self.kind in _SHARED or self.kind.startswith("fuse.")
+
+
+def find_mount(path: Path, mounts: Path = MOUNTS) -> Mount | None:
+    """Return the mount that holds `path`, which need not exist; None where the system has no list of mounts."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    real, found = Path(os.path.realpath(path)), None
+    for line in lines:
+        mount = _parse(line)
+        # Of two mounts on one point the later one hides the earlier.
+        if mount and real.is_relative_to(mount.point) and (found is None or mount.point.is_relative_to(found.point)):
+            found = mount
+    return found
+
+
+def _parse(line: str) -> Mount | None:
+    before, separator, after = line.partition(" - ")
+    fields, kinds = before.split(" "), after.split(" ")
+    if not separator or len(fields) < 5:
+        return None
+    return Mount(Path(_OCTAL.sub(lambda found: chr(int(found[1], 8)), fields[4])), kinds[0])

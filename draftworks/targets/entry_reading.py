@@ -15,8 +15,7 @@ from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.launchers import check_overrides
 from draftworks.config.registry_files import ExportSettings, StrategyEntry, TargetSpec
 from draftworks.config.strategies import list_option_models, resolve_strategy
-from draftworks.config.strict_yaml import read_mapping
-from draftworks.config.validation import Beside, describe_validation_error
+from draftworks.config.strict_yaml import Beside, describe_validation_error, read_mapping
 from draftworks.errors import ConfigError
 
 _MOST_ROUNDS = 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from draftworks.config.object_storage import ObjectFeaturesSpec
+from draftworks.config.features import ObjectFeaturesSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import DIGEST_LENGTH

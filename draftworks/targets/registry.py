@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from draftworks.config.deployment import DeploymentSpec
-from draftworks.config.draft_config import read_draft_config
+from draftworks.config.draft_options import read_draft_config
 from draftworks.config.launchers import LauncherSpec, merge_launcher
 from draftworks.config.registry_files import (
     DatasetSpec,
@@ -25,13 +25,11 @@ from draftworks.config.registry_files import (
     TrainingSpec,
 )
 from draftworks.config.strategies import StrategySpec, resolve_strategy
-from draftworks.config.strict_yaml import MAX_BYTES
-from draftworks.config.validation import load_yaml, parse_spec
+from draftworks.config.strict_yaml import MAX_BYTES, load_yaml, parse_spec
 from draftworks.errors import ConfigError
-from draftworks.storage.asset_names import HELDOUT
-from draftworks.storage.names import require_name
-from draftworks.storage.regular_files import read_bytes
-from draftworks.storage.suggestions import suggest_or_list
+from draftworks.storage.files import read_bytes
+from draftworks.storage.names import HELDOUT, require_name
+from draftworks.storage.words import suggest_or_list
 from draftworks.targets.entry_reading import Parsed, read_entry
 from draftworks.targets.fitted_defaults import fit_defaults
 

@@ -11,10 +11,10 @@ from typing import Any
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
+from draftworks.storage.files import read_json
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import FileDigests, digest
-from draftworks.storage.regular_files import read_json
-from draftworks.storage.suggestions import list_fitting, suggest
+from draftworks.storage.words import list_fitting, suggest
 from draftworks.targets.registry import Registry
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

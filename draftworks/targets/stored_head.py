@@ -15,10 +15,9 @@ from typing import Any
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
+from draftworks.storage.files import read_json
 from draftworks.storage.hub import fetch_hub_header, find_cached_hub_file
-from draftworks.storage.regular_files import read_json
-from draftworks.targets.model_files import WEIGHTS, ModelFiles
-from draftworks.targets.safetensors_headers import read_header
+from draftworks.targets.safetensors_headers import WEIGHTS, ModelFiles, read_header
 
 OF_THE_MODEL = re.compile(r"^(?!mtp\.)(?!.*\.layers\.\d)(?!.*(vision|visual|audio))")
 """Names outside towers for other inputs and layers that predict further tokens, which have embeddings and heads too."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
+from draftworks.config.data import ResponseSpec
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, TargetSpec
-from draftworks.data.slice_weights import SlicePlan, read_plan
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import list_strategies
+from draftworks.data.conversations import SPLIT_KEY
+from draftworks.data.slices import SlicePlan, read_plan
 from draftworks.data.sources import digest_dataset, find_dataset_files
-from draftworks.data.split import SPLIT_KEY
-from draftworks.errors import ConfigError
-from draftworks.storage.asset_names import HELDOUT
-from draftworks.storage.data_records import ConversationsIdentity, EvalSetIdentity
+from draftworks.errors import ConfigError, DraftworksError
 from draftworks.storage.identity import FileDigests, digest
+from draftworks.storage.names import HELDOUT
+from draftworks.storage.records import AnswersIdentity, ConversationsIdentity, EvalSetIdentity
 from draftworks.targets.registry import Registry
 
 
@@ -106,3 +111,85 @@ def identify_eval_data(
     spec = registry.load_eval_set(name)
     dataset = digest_dataset(registry.load_dataset(spec.dataset), registry.root, digests)
     return identify_eval_set(target, spec, dataset, vocab_size)
+
+
+ANSWERS_REVISION = 3
+"""Increased when the same conversations give other samples: 3 asks each turn as a server does, also in mode passthrough, with
+whole answers as labels, and goes on after an answer that was cut."""
+
+
+def make_answers_identity(
+    spec: TargetSpec, files: TargetFiles, conversations: str, part: str, responses: ResponseSpec
+) -> AnswersIdentity:
+    """Return the identity of a set of answered conversations.
+
+    Args:
+        conversations: content version of the prepared conversations; `part` is the part of them that is answered.
+    """
+    taken = AnswersIdentity(
+        conversations=conversations,
+        part=part,
+        responses=responses.model_dump(include={"mode", "thinking"}, exclude_none=True),
+        target=None,
+        tokenizer=files.tokenizer_digest,
+        max_length=spec.max_length,
+        only_last_turn=spec.data.only_last_turn,
+        revision=ANSWERS_REVISION,
+    )
+    if responses.mode == "passthrough":
+        return taken
+    answered = replace(taken, responses=responses.to_identity(), target=files.digest)
+    if responses.endpoint is not None:
+        return answered
+    capture = spec.capture
+    return replace(
+        answered, compute_dtype=capture.compute_dtype, backend=capture.engine, args=capture.engine_args or None
+    )
+
+
+def make_greedy_settings(target: TargetSpec, kind: str) -> ResponseSpec:
+    """Return the settings for answers of eval sets: greedy, by the engine of capture, with the `thinking` of the
+    training data.
+
+    Data that is tokenized already is passed through, since it has no prompts.
+
+    Args:
+        kind: of the data set, "tokens" or "conversations".
+    """
+    mode = "passthrough" if kind == "tokens" else "regenerate"
+    return ResponseSpec(mode=mode, max_new_tokens=target.responses.max_new_tokens, thinking=target.responses.thinking)
+
+
+_OWN_KEY = re.compile(rb"^(strategies)[ \t]*:", re.MULTILINE)
+
+
+def list_used_strategies(registry: Registry) -> list[str]:
+    """Return the strategies that at least one target uses, sorted.
+
+    An entry is parsed only if its text has the name of a strategy that none before it uses. One that cannot be loaded
+    counts as using all that its text mentions: what exists then does not change when the mistake is put right.
+    """
+    names = b"|".join(re.escape(name.encode()) for name in list_strategies())
+    mention = re.compile(rb"(?<![\w-])(%s)(?![\w-])" % names)
+    found: set[str] = set()
+    for target in registry.list_targets():
+        mentioned = registry.find_in_target_file(target, mention)
+        if not registry.find_in_target_file(target, _OWN_KEY):
+            mentioned |= _list_default_strategies()
+        if mentioned <= found:
+            continue
+        try:
+            found.update(registry.load_target(target).strategies)
+        except DraftworksError:
+            found |= mentioned
+    return sorted(found)
+
+
+def _list_default_strategies() -> set[str]:
+    """Return the strategies of an entry without the key `strategies`."""
+    return set(TargetSpec.model_fields["strategies"].get_default(call_default_factory=True))
+
+
+def describe_new_strategy(strategy: str) -> str:
+    """Return what to do about a strategy that no entry named when the code location was loaded."""
+    return f"strategy {strategy} is new to this code location: reload it (in the UI under Deployment)"

@@ -15,14 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.atomic import cache_json
+from draftworks.storage.files import cache_json, read_json
 from draftworks.storage.identity import digest
 from draftworks.storage.installed import read_version
-from draftworks.storage.regular_files import read_json
 from draftworks.storage.words import list_names
-from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
-from draftworks.targets.quantized_headers import strip_quantization
-from draftworks.targets.safetensors_headers import TensorHeader, read_model_headers
+from draftworks.targets.safetensors_headers import (
+    INDEX,
+    WEIGHTS,
+    ModelFiles,
+    TensorHeader,
+    read_model_headers,
+    strip_quantization,
+)
 from draftworks.targets.stored_head import compare_heads
 
 if TYPE_CHECKING:

@@ -21,11 +21,10 @@ from typing import Any
 import xxhash
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.atomic import fsync, publish_json, replace_folder
+from draftworks.storage.artifacts import FileManifest, FileRecord
+from draftworks.storage.files import fsync, open_regular, publish_json, read_json, replace_folder
 from draftworks.storage.identity import digest
-from draftworks.storage.manifest import FileManifest, FileRecord
 from draftworks.storage.names import require_name
-from draftworks.storage.regular_files import open_regular, read_json
 
 SCHEMA_VERSION = 1
 RECORD = "checkpoint.json"

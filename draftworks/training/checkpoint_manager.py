@@ -1,13 +1,14 @@
-"""`CheckpointManager`: saves, rotates and tracks checkpoints, on all ranks together."""
+"""`CheckpointManager`: saves, rotates and tracks checkpoints, the best among them, on all ranks together."""
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,14 +21,111 @@ from draftworks.distributed.collectives import (
     get_world_size,
     run_on_every_rank,
 )
-from draftworks.errors import StoreError
-from draftworks.storage.atomic import publish_json
-from draftworks.storage.manifest import FileRecord, list_files
-from draftworks.training.best import BestRecord, BestRule, read_best
-from draftworks.training.checkpoint_files import CheckpointFolder, read_record, sync_and_checksum, write_record
+from draftworks.errors import ConfigError, StoreError
+from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, find_metric
+from draftworks.storage.artifacts import FileRecord, list_files
+from draftworks.storage.files import describe_changes, publish_json, read_json
+from draftworks.storage.words import suggest_or_list
+from draftworks.training.checkpoint_files import (
+    CheckpointFolder,
+    is_complete,
+    read_record,
+    sync_and_checksum,
+    write_record,
+)
 from draftworks.training.snapshot import Snapshot, save_moments, save_weights_and_rng
 
 log = logging.getLogger(__name__)
+
+
+def _sort_key(metric: str) -> tuple[bool, str]:
+    """Acceptance lengths first: those that drafts are chosen by."""
+    return not metric.endswith("acc_len"), metric
+
+
+@dataclass(frozen=True)
+class BestRule:
+    """Which evaluation is better: `metric` larger (or smaller, with `smaller`) by more than `min_delta`."""
+
+    metric: str = "eval/simulated_acc_len"
+    smaller: bool = False
+    min_delta: float = 0.0
+
+    def score(self, metrics: Mapping[str, Any]) -> float | None:
+        """Return the metric of an evaluation, None if the evaluation is empty.
+
+        Raises:
+            ConfigError: the evaluation has no such metric, or it is not a number.
+        """
+        if not metrics:
+            return None
+        score = find_metric(metrics, self.metric)
+        if not isinstance(score, (int, float)):
+            numbers = {name for name, value in metrics.items() if isinstance(value, (int, float))}
+            raise ConfigError(
+                f"training.best_metric: no evaluation has {self.metric!r} as a number; "
+                f"{suggest_or_list(self.metric, sorted({*numbers, BLOCK_METRIC, WALK_METRIC}, key=_sort_key), 70)}"
+            )
+        return float(score)
+
+    def is_better(self, metrics: Mapping[str, Any], best: BestRecord | None) -> bool:
+        """Whether an evaluation beats the best. An empty one, or one that is not finite, never does."""
+        score = self.score(metrics)
+        if score is None or not math.isfinite(score):
+            return False
+        if best is None:
+            return True
+        gain = best.score - score if self.smaller else score - best.score
+        return gain > self.min_delta
+
+
+@dataclass(frozen=True)
+class BestRecord:
+    """The best evaluation so far; `checkpoint` is the name of its folder."""
+
+    run_id: str
+    step: int
+    checkpoint: str
+    score: float
+    metric: str
+    metrics: dict[str, Any]
+
+    def save(self, folder: CheckpointFolder) -> None:
+        publish_json(folder.best_pointer, asdict(self))
+
+
+def read_best(folder: CheckpointFolder, rule: BestRule) -> BestRecord | None:
+    """Return the record that an earlier process wrote, None if there is none.
+
+    A record that is damaged, of another run or metric, or whose checkpoint is gone is ignored with a warning.
+    """
+    path = folder.best_pointer
+    if not path.exists():
+        return None
+    try:
+        record = BestRecord(**read_json(path))
+        problem = _problem(record, folder, rule)
+    except (OSError, ValueError, TypeError) as error:
+        record, problem = None, f"not a record of the best checkpoint ({error})"
+    if problem is not None:
+        log.warning("%s: ignored: %s", path, problem)
+        return None
+    return record
+
+
+def _problem(record: BestRecord, folder: CheckpointFolder, rule: BestRule) -> str | None:
+    if (
+        not isinstance(record.step, int)
+        or not isinstance(record.score, (int, float))
+        or not math.isfinite(record.score)
+    ):
+        return f"expected numbers, found step {record.step!r} and score {record.score!r}"
+    checkpoint = folder.final(record.step)
+    if record.run_id != folder.run_id or record.checkpoint != checkpoint.name:
+        return f"expected run {folder.run_id}, found {record.run_id} and {record.checkpoint}"
+    if record.metric != rule.metric:
+        return f"expected metric {rule.metric}, found {record.metric}"
+    return None if is_complete(checkpoint) else f"{checkpoint} is not a complete checkpoint"
 
 
 class CheckpointManager:
@@ -222,3 +320,45 @@ class CheckpointManager:
 
 
 def _nothing() -> None: ...
+
+
+@dataclass(frozen=True)
+class EarlierPlan:
+    """A plan of this training that was replaced: identity of its checkpoints, and the steps that are still the same."""
+
+    identity: Mapping[str, Any]
+    common_steps: int
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint to resume from, and the identity that it has; None for the first step."""
+
+    folder: Path | None
+    identity: Mapping[str, Any]
+
+
+def find_resume_point(
+    manager: CheckpointManager, identity: Mapping[str, Any], list_earlier: Callable[[], Iterable[EarlierPlan]]
+) -> ResumePoint:
+    """Return the newest checkpoint of this plan, or of an earlier one at a step that both have in common. A collective.
+
+    A checkpoint of neither is returned too: reading it raises what differs.
+
+    Args:
+        list_earlier: called where a checkpoint is not of this plan.
+    """
+
+    def find() -> tuple[int, Mapping[str, Any]] | None:
+        for step in reversed(manager.steps()):
+            found = read_record(manager.folder.final(step)).state.get("identity", {})
+            if not describe_changes(identity, found):
+                return step, identity
+            plan = next((each for each in list_earlier() if not describe_changes(each.identity, found)), None)
+            if plan is None or step <= plan.common_steps:
+                return step, identity if plan is None else plan.identity
+        return None
+
+    manager.wait()
+    found = broadcast_from_rank_0(run_on_every_rank(lambda: find() if get_rank() == 0 else None))
+    return ResumePoint(None, identity) if found is None else ResumePoint(manager.folder.final(found[0]), found[1])

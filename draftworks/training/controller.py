@@ -12,11 +12,9 @@ from draftworks.errors import DataError
 from draftworks.evaluation.evaluator import EvaluationStopped
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.training_loader import TrainingLoader
-from draftworks.training.history import EvalPoint, History, Session, TrainPoint
-from draftworks.training.observers import StepListener, TrainingObserver
+from draftworks.training.history import EvalPoint, History, Session, StepListener, TrainingObserver, TrainPoint
 from draftworks.training.optimizer import StepResult, TrainerCore
-from draftworks.training.progress import TrainingProgress
-from draftworks.training.resume import Checkpointer, ResumeState
+from draftworks.training.resume import Checkpointer, ResumeState, TrainingProgress
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,24 @@
-"""The history of a training as plain numbers: plotted, reported, and written to history.json."""
+"""The history of a training as plain numbers: observed, plotted, reported, and written to history.json."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from draftworks.errors import StoreError
+from draftworks.errors import ConfigError, StoreError
+from draftworks.evaluation.acceptance_length import NAME, count_own_token
+from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
 from draftworks.evaluation.result import EvalResult
-from draftworks.storage.atomic import publish_json
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import publish_json, read_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch.utils.tensorboard import SummaryWriter
+
 
 SCHEMA_VERSION = 2
 
@@ -149,3 +158,176 @@ class History:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+TRAIN_SCALARS = ("loss", "accuracy", "simulated_acc_len", "lr", "grad_norm", "tokens_per_s")
+
+
+def list_train_scalars(point: TrainPoint) -> dict[str, float]:
+    """Return the figures of a training point; one without a value is absent."""
+    values = {f"train/{name}": getattr(point, name) for name in TRAIN_SCALARS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def list_eval_scalars(point: EvalPoint) -> dict[str, float]:
+    """Return the metrics of an evaluation; of a list each item, under its index."""
+    found: dict[str, float] = {}
+    for name, value in point.result.metrics().items():
+        if isinstance(value, list):
+            found.update({f"{name}/{index}": item for index, item in enumerate(value)})
+        else:
+            found[name] = value
+    return found
+
+
+def render_training_plot(history: History, title: str, published_step: int | None = None) -> bytes:
+    """Return `draw_training_figure` as PNG bytes."""
+    return render_png(draw_training_figure(history, title, published_step))
+
+
+def draw_training_figure(history: History, title: str, published_step: int | None = None) -> Figure:
+    """Plot loss and simulated acceptance length over optimizer steps, on training and held-out data.
+
+    The loss has no unit, since strategies define it differently (EAGLE-3 sums weighted draft steps). A vertical line
+    marks a resume, a ring the evaluation of the published draft.
+    """
+    figure = make_figure(9.0, 3.6)
+    left, right = figure.subplots(1, 2)
+    _curves(
+        left,
+        [(point.step, point.loss) for point in history.train],
+        [(point.step, point.result.avg_loss) for point in history.evals],
+    )
+    label_axes(left, title, "optimizer step", "loss (training objective)")
+    _curves(
+        right,
+        [(point.step, count_own_token(point.simulated_acc_len)) for point in history.train],
+        [(point.step, count_own_token(point.result.simulated_acc_len)) for point in history.evals],
+    )
+    right.set_ylim(bottom=count_own_token(0.0))
+    for session in history.sessions[1:]:
+        for axes in (left, right):
+            axes.axvline(session.start_step, color="0.8", linewidth=0.8, zorder=0)
+    published = None if published_step is None else history.find_evaluation(published_step)
+    if published is not None:
+        ring = {"marker": "o", "s": 90, "facecolors": "none", "edgecolors": COLOURS[1], "zorder": 3}
+        left.scatter([published_step], [published.avg_loss], **ring)
+        right.scatter([published_step], [count_own_token(published.simulated_acc_len)], **ring)
+    label_axes(right, "", "optimizer step", f"{NAME}, simulated (rung 1)")
+    return figure
+
+
+def _curves(axes: Axes, train: list[tuple[int, float | None]], held_out: list[tuple[int, float | None]]) -> None:
+    """Plot both curves; points without a value are left out."""
+    looks = {"training": (train, COLOURS[0], ""), "held out": (held_out, COLOURS[1], "o")}
+    for name, (points, colour, marker) in looks.items():
+        known = [point for point in points if point[1] is not None]
+        if known:
+            steps, values = zip(*known)
+            axes.plot(steps, values, color=colour, marker=marker, label=name)
+    if axes.lines:
+        axes.legend(frameon=False)
+
+
+class TrainingObserver(Protocol):
+    """Called on every rank after each recorded point. Values are over all ranks; only the clocks are the rank's own."""
+
+    def on_train(self, point: TrainPoint, total_steps: int) -> None: ...
+
+    def on_eval(self, point: EvalPoint) -> None: ...
+
+
+class StepListener(Protocol):
+    """Called on the rank that has one, at every optimizer step: the other half of a stream of features."""
+
+    def on_step(self, global_step: int) -> None:
+        """Called after the step, before it is saved."""
+
+    def on_checkpoint(self, global_step: int) -> None:
+        """Called when a complete checkpoint covers the step, perhaps some steps later."""
+
+
+class ProgressSink(Protocol):
+    """Shows short named values; may drop some that follow each other fast, but none with `force`."""
+
+    def __call__(self, values: Mapping[str, Any], *, force: bool = False) -> None: ...
+
+
+class ProgressReport:
+    """Passes each point to a `ProgressSink`. Evaluations and the last step are never dropped.
+
+    Args:
+        measure: more figures of a training point, by name; called with its step.
+    """
+
+    def __init__(self, sink: ProgressSink, measure: Callable[[int], Mapping[str, Any]] = lambda step: {}) -> None:
+        self._sink = sink
+        self._measure = measure
+
+    def on_train(self, point: TrainPoint, total_steps: int) -> None:
+        self._sink(
+            {
+                "step": f"{point.step}/{total_steps}",
+                "epoch": round(point.epoch, 2),
+                "loss": "none" if point.loss is None else point.loss,
+                "acceptance_length_rung1": count_own_token(point.simulated_acc_len),
+                "lr": point.lr,
+                "grad_norm": point.grad_norm,
+                "tokens/s": round(point.tokens_per_s),
+                "eta_s": round(estimate_remaining_s(point, total_steps)),
+                **self._measure(point.step),
+            },
+            force=point.step == total_steps,
+        )
+
+    def on_eval(self, point: EvalPoint) -> None:
+        result = point.result
+        values: dict[str, Any] = {
+            "step": point.step,
+            "heldout_acceptance_length_rung1": count_own_token(result.simulated_acc_len),
+        }
+        if result.avg_loss is not None:
+            values["heldout_loss"] = result.avg_loss
+        self._sink({**values, "heldout_acc": result.avg_acc}, force=True)
+
+
+class TensorBoardLog:
+    """Scalars for TensorBoard, written into `folder`.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "training.tensorboard is on, but TensorBoard is not installed: "
+                "pip install -e '.[tensorboard]', or turn it off"
+            ) from error
+        self._open = functools.partial(SummaryWriter, str(folder))
+        self._writer: SummaryWriter | None = None
+
+    def _writer_from(self, step: int) -> SummaryWriter:
+        """Open the writer at `step`; events of an interrupted training from there on are dropped: it trains them again."""
+        if self._writer is None:
+            self._writer = self._open(purge_step=step)
+        return self._writer
+
+    def on_train(self, point: TrainPoint, total_steps: int) -> None:
+        self._write(point.step, list_train_scalars(point))
+
+    def on_eval(self, point: EvalPoint) -> None:
+        self._write(point.step, list_eval_scalars(point))
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        writer = self._writer_from(step)
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+
+def estimate_remaining_s(point: TrainPoint, total_steps: int) -> float:
+    """Return the seconds left at the mean speed so far, without evaluations."""
+    return point.seconds / point.step * (total_steps - point.step)

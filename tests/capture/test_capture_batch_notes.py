@@ -12,8 +12,7 @@ import torch
 from capture_toys import WatchedEngine, capture_run, random_rows
 from coverings import gate_or_long
 
-from draftworks.capture.batch_notes import ABANDONED_AFTER_S, FOLDER
-from draftworks.capture.progress import Progress
+from draftworks.capture.batch_notes import ABANDONED_AFTER_S, FOLDER, Progress
 from draftworks.capture.session import capture_features, capture_missing, write_manifest
 from draftworks.config.run_files import CaptureRun
 from draftworks.errors import StoreError

@@ -13,8 +13,7 @@ from capture_toys import WatchedEngine, capture_run, random_rows
 from waiting import HANG_S
 
 from draftworks.capture.background import run_in_background
-from draftworks.capture.in_flight import InFlight, InFlightBudget, RequestSize
-from draftworks.capture.session import capture_features
+from draftworks.capture.session import InFlight, InFlightBudget, RequestSize, capture_features
 from draftworks.errors import CaptureError, EngineError
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.shards import read_header
@@ -172,7 +171,7 @@ def test_a_capture_that_is_interrupted_leaves_nothing_running(tiny_target, tiny_
         assert begun.wait(HANG_S)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("draftworks.capture.sound_capture.await_result", interrupt)
+    monkeypatch.setattr("draftworks.capture.verify.await_result", interrupt)
     with pytest.raises(KeyboardInterrupt):
         capture_features(capture_run(tiny_target, tmp_path), Endless(tiny_engine), random_rows(5))
     assert ended.is_set()

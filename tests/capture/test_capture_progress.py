@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftworks.capture.progress import Progress
+from draftworks.capture.batch_notes import Progress
 
 
 def test_rest_takes_as_long_as_its_share_says():

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.capture.ranges import RangeQueue
-from draftworks.storage.lease import LeaseLostError
-from draftworks.storage.lease_file import LeaseTimes
+from draftworks.capture.answers.answer_sets import RangeQueue
+from draftworks.storage.lease import LeaseLostError, LeaseTimes
 
 FORK = multiprocessing.get_context("fork")
 COUNT = 60

@@ -11,8 +11,8 @@ from capture_toys import capture_run, random_rows
 
 from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.capture.plan import StreamPlan
-from draftworks.capture.recheck import recheck
 from draftworks.capture.session import capture_features
+from draftworks.capture.verify import recheck
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import read_feature_set
 

@@ -16,10 +16,10 @@ import torch
 from capture_toys import WatchedEngine, capture_run, random_rows
 from coverings import gate_or_long
 
+from draftworks.capture.batch_notes import Progress
 from draftworks.capture.plan import make_batches, plan_capture
-from draftworks.capture.progress import Progress
 from draftworks.capture.session import capture_features, capture_missing, write_manifest
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.errors import CaptureError, StoreError
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import read_feature_set

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.config.budget import BudgetSpec
 from draftworks.config.deployment import DeploymentSpec
-from draftworks.config.validation import parse_spec
+from draftworks.config.operations import BudgetSpec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.errors import ConfigError
 from draftworks.targets.registry import Registry
 

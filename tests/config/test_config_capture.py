@@ -6,7 +6,7 @@ import pytest
 
 from draftworks.capture.engine import make_engine_identity
 from draftworks.config.registry_files import CaptureSpec
-from draftworks.config.validation import parse_spec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import EngineIdentity
 

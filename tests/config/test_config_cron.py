@@ -10,9 +10,9 @@ from dagster._utils.schedules import cron_string_iterator, is_valid_cron_string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.config.cron import FIELDS, CronField, parse_cron, require_timezone
+from draftworks.config.operations import FIELDS, CronField, parse_cron, require_timezone
 from draftworks.config.registry_files import EvaluationSpec
-from draftworks.config.validation import parse_spec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from draftworks.config.decision import DecisionSpec
+from draftworks.config.operations import DecisionSpec
 from draftworks.config.registry_files import TargetSpec
 
 

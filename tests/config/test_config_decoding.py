@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftworks.config.data import AnswersSampling
 from draftworks.config.decoding import GREEDY, RULE_MEANINGS, RULES, Decoding
-from draftworks.config.responses import AnswersSampling
 from draftworks.errors import ConfigError
 
 SAMPLED = st.builds(

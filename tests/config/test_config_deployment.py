@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draftworks.config.object_storage import BucketAccess, ObjectFeaturesSpec
+from draftworks.config.features import BucketAccess, ObjectFeaturesSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
 from draftworks.errors import ConfigError

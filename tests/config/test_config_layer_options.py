@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftworks.config.layer_options import LayerOptions
+from draftworks.config.draft_options import LayerOptions
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.errors import ConfigError
 

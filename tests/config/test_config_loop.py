@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from draftworks.config.decoding import GREEDY, RULES, Decoding
-from draftworks.config.loop import LoopSpec
+from draftworks.config.decoding import GREEDY, RULES, Decoding, LoopSpec
 from draftworks.config.registry_files import INTERVALS_REVISION, EvaluationSpec
 
 BEFORE = {

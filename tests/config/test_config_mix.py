@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from draftworks.config.mix import MixSpec
+from draftworks.config.data import MixSpec
 from draftworks.config.registry_files import TargetSpec
 
 BOTH = {"shares": {"thinking": {"on": 0.25, "off": 0.75}}}

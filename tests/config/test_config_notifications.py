@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from draftworks.config.deployment import DeploymentSpec
-from draftworks.config.notifications import EVENT_KINDS, NotificationSpec
+from draftworks.config.operations import EVENT_KINDS, NotificationSpec
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.plain_errors import LONGEST, _find_models_in
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, TargetSpec
 from draftworks.config.strategies import list_option_models
-from draftworks.config.validation import describe_validation_error
+from draftworks.config.strict_yaml import describe_validation_error
 
 FILES: dict[type[BaseModel], dict[str, Any]] = {
     TargetSpec: {"name": "a-target-of-ours", "model": "models/m", "dataset": "chats"},

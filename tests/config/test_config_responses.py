@@ -8,7 +8,7 @@ import pytest
 
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import RegenerateRun
-from draftworks.config.validation import parse_spec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.errors import ConfigError
 
 SGLANG = {"base_urls": ["http://a:1/v1"], "server": "sglang"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from draftworks.config.decoding import RULES
-from draftworks.config.server_rules import (
+from draftworks.config.decoding import (
+    RULES,
     SERVER_RULES,
     SGLANG,
     UNKNOWN_SERVERS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from draftworks.config.features import StreamingSpec
 from draftworks.config.run_files import StoreSpec, StreamPlace
-from draftworks.config.streaming import StreamingSpec
 
 
 @pytest.mark.parametrize(("nbytes", "kept"), [(2_000_000_000, "until_last_use"), (2_000_000_001, "capture_again")])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.config.urls import parse_url, parse_urls
-from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
 
 WITH_PASSWORD = "https://me:hunter2@gateway.example/v1"

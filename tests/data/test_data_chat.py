@@ -16,8 +16,8 @@ from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn
-from draftworks.data.own_answers import encode_own_answers
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
+from draftworks.data.tokenizing import encode_own_answers
 from draftworks.errors import ConfigError, DataError
 
 FAMILIES = ("llama3", "qwen", "vicuna")

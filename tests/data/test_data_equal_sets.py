@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.equal_sets import choose_equal_sets
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow, choose_equal_sets
 from draftworks.errors import DataError
 
 

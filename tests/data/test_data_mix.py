@@ -13,12 +13,9 @@ from thinking import thinking_target
 from draftworks.config.registry_files import DatasetSpec, DataSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import read_conversations
-from draftworks.data.mix import prepare_mix
-from draftworks.data.prepare import keep_supervised_rows, prepare_eval_set
-from draftworks.data.slice_shares import SliceShares
-from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, SliceWeight, read_plan
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import write_tokens
+from draftworks.data.prepare import keep_supervised_rows, prepare_eval_set, prepare_mix
+from draftworks.data.slices import WEIGHTS_FILE, SlicePlan, SliceShares, SliceWeight, read_plan
+from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.errors import ConfigError, DataError
 
 DATA = DataSpec(held_out_share=0.3)

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import ANSWER, Conversation, Turn
-from draftworks.data.own_answers import encode_own_answers, print_answer
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
+from draftworks.data.tokenizing import encode_own_answers, print_answer
 from draftworks.errors import DataError
 
 MARKED = {

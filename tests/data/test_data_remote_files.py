@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.config.dataset_urls import HubFiles, ObjectFiles, parse_dataset_url
 from draftworks.config.registry_files import DatasetSpec
-from draftworks.data.remote_files import fetch_objects, match_names
-from draftworks.data.sources import digest_dataset, find_files
+from draftworks.config.urls import HubFiles, ObjectFiles, parse_dataset_url
+from draftworks.data.sources import digest_dataset, fetch_objects, find_files, match_names
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.object_store import ObjectStore

@@ -7,12 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.config.registry_files import DataSpec
-from draftworks.data.conversations import Conversation, Turn
-from draftworks.data.mix import choose_parts
-from draftworks.data.slice_columns import THINKING_PAIR, read_asked_thinking
-from draftworks.data.slice_shares import SliceShares, select_shared
-from draftworks.data.slice_weights import SlicePlan, SliceWeight
-from draftworks.data.split import is_held_out
+from draftworks.data.conversations import Conversation, Turn, is_held_out
+from draftworks.data.prepare import choose_parts
+from draftworks.data.slices import (
+    THINKING_PAIR,
+    SlicePlan,
+    SliceShares,
+    SliceWeight,
+    read_asked_thinking,
+    select_shared,
+)
 from draftworks.errors import DataError
 
 

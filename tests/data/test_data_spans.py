@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.spans import (
+from draftworks.data.chat import (
     EndOfTurn,
     fill_empty_thought,
     find_end_of_thought,

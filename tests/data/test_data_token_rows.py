@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.storage.identity import token_digest
 
 

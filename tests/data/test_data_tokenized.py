@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.token_rows import TokenRow, cut_to_length
-from draftworks.data.tokenized import TokenizedSet, write_tokens
+from draftworks.data.tokenized import TokenizedSet, TokenRow, cut_to_length, write_tokens
 from draftworks.errors import DataError, StoreError
 
 tokens = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=8)

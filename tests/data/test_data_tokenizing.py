@@ -14,8 +14,7 @@ from processes import wait_until_ended
 
 from draftworks.config.registry_files import DataSpec
 from draftworks.data.conversations import ANSWER, Conversation, Turn
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import TokenizedSet, write_tokens
+from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
 from draftworks.data.tokenizing import cut_rows, tokenize
 from draftworks.errors import ConfigError, DataError
 

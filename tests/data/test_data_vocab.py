@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import TokenizedSet, write_tokens
+from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
 from draftworks.data.vocab import VocabMapping, build_vocab_mapping, count_supervised_tokens
 from draftworks.errors import ConfigError, DataError, StoreError
 

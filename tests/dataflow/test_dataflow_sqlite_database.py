@@ -16,7 +16,7 @@ from waiting import wait_until
 from draftworks.dataflow import sqlite_database
 from draftworks.dataflow.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
 from draftworks.errors import StoreError
-from draftworks.storage.file_systems import Mount
+from draftworks.storage.shared_folder import Mount
 
 FORK = multiprocessing.get_context("fork")
 

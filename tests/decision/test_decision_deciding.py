@@ -11,9 +11,8 @@ import pytest
 import yaml
 from decision_site import HOUR, DecisionSite
 
-from draftworks.decision.deciding import Decider, describe_decision
+from draftworks.decision.deciding import Decider, describe_decision, plot_decision
 from draftworks.decision.figures import NotMeasuredError
-from draftworks.decision.plots import plot_decision
 from draftworks.decision.record import Choice, Decision, Reference, save_decision
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 

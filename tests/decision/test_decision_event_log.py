@@ -10,8 +10,7 @@ from decision_toys import NOW
 from kill_points import killed_before
 from pydantic import TypeAdapter
 
-from draftworks.decision.answers import Hold
-from draftworks.decision.event_log import EventLog
+from draftworks.decision.answers import EventLog, Hold
 from draftworks.errors import StoreError
 
 MAX_CHANGES = 200

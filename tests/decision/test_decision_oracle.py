@@ -18,7 +18,7 @@ from draftworks.decision.record import Choice, Margins, Reference
 from draftworks.decision.rule import Loss, LossEvidence, decide, subtract_figures
 from draftworks.evaluation.ladder.statistics import Interval, PairedDifference
 from draftworks.service import rule as promotion
-from draftworks.service.record import EvalFigures, InService
+from draftworks.service.register import EvalFigures, InService
 
 EVAL_SETS = ("heldout", "code", "chat")
 DRAFTS = ("d1", "d2", "d3", "d4")

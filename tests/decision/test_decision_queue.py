@@ -10,7 +10,7 @@ from decision_toys import DAY, HOUR, NOW, WEEK, acting, charged, decided, ended,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.config.budget import BudgetSpec
+from draftworks.config.operations import BudgetSpec
 from draftworks.decision.answers import Answer, Answers, Hold
 from draftworks.decision.budget import Charge, Ledger, Outcome
 from draftworks.decision.queue import Action, FleetState, Step, TargetState, plan_actions

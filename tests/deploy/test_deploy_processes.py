@@ -14,7 +14,7 @@ from postgres_server import PostgresServer, postgres_server
 from processes import lives
 
 from resources.dead_runs import TAG
-from resources.process_place import RunProcess
+from resources.process_tree import RunProcess
 
 pytestmark = pytest.mark.cluster
 TRIED_AGAIN_S = 8.0

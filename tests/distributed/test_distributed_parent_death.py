@@ -11,13 +11,13 @@ import pytest
 from processes import wait_until_ended
 from waiting import wait_until
 
-from draftworks.distributed import parent_death
+from draftworks.distributed import stop_signals
 
 WAYS = {
     "kernel": "die_with_parent()",
     "watching": "threading.Thread(target=watch_parent, args=(os.getppid(),)).start()",
 }
-CHILD = "import os, threading, time; from draftworks.distributed.parent_death import *; {}; print('on', flush=True); time.sleep(60)"
+CHILD = "import os, threading, time; from draftworks.distributed.stop_signals import *; {}; print('on', flush=True); time.sleep(60)"
 PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); print(p.pid, flush=True); p.wait()"
 
 
@@ -40,7 +40,7 @@ def test_child_whose_parent_is_gone_already_dies_at_once() -> None:
 
 
 def test_shim_becomes_the_command() -> None:
-    shim = [sys.executable, "-I", "-S", parent_death.__file__, str(psutil.Process().pid)]
+    shim = [sys.executable, "-I", "-S", stop_signals.__file__, str(psutil.Process().pid)]
     done = subprocess.run([*shim, "echo", "a b", "c"], capture_output=True, text=True, check=True)
     assert done.stdout == "a b c\n"
 
@@ -55,7 +55,7 @@ DEAF_PARENT = (
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
 def test_a_command_dies_with_a_parent_that_ignores_and_blocks_the_signal() -> None:
-    command = [sys.executable, "-c", DEAF_PARENT, parent_death.__file__]
+    command = [sys.executable, "-c", DEAF_PARENT, stop_signals.__file__]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from draftworks.distributed.process_group import find_interface, open_process_group, resolve_device
+from draftworks.distributed.collectives import find_interface, open_process_group, resolve_device
 from draftworks.errors import ConfigError
 
 

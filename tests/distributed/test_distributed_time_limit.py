@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from draftworks.distributed.time_limit import CpuTimeExceeded, limit_cpu_time
+from draftworks.data.tokenizer_files import CpuTimeExceeded, limit_cpu_time
 
 
 def spin() -> None:

@@ -13,7 +13,7 @@ from documents import ROOT, Block, blocks
 from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, Spec, TargetSpec
 from draftworks.config.strategies import PLUGINS, resolve_strategy
-from draftworks.config.validation import load_yaml
+from draftworks.config.strict_yaml import load_yaml
 
 RUN_CONFIG, WORKFLOW = {"ops"}, {"name", True, "jobs"}  # YAML reads the key `on` as true
 KINDS: list[type[Spec]] = [EvalSpec, DatasetSpec, DeploymentSpec, TargetSpec]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftworks.config.decoding import RULES
-from draftworks.config.server_rules import SERVER_RULES
+from draftworks.config.decoding import RULES, SERVER_RULES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 SECTION = "### How servers accept above temperature 0"

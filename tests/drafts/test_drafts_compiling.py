@@ -12,7 +12,7 @@ from torch import fx
 
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
-from draftworks.training.compiling import compile_blocks
+from draftworks.training.trainer import compile_blocks
 
 VOCAB = 32
 CASES = [Case("eagle3"), Case("peagle", {"num_layers": 1}), Case("dspark"), Case("peagle", {"num_layers": 3})]

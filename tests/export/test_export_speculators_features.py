@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import TokenizedSet, write_tokens
+from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
 from draftworks.errors import DataError, StoreError
 from draftworks.export.speculators_features import (
     SpeculatorsFeatures,

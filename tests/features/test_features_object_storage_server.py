@@ -18,7 +18,7 @@ from store_harness import put
 from store_keyed_contract import PruningContract, keys_of
 from waiting import HANG_S, meanwhile, wait_until
 
-from draftworks.config.object_storage import ObjectFeaturesSpec
+from draftworks.config.features import ObjectFeaturesSpec
 from draftworks.config.run_files import StoreSpec
 from draftworks.errors import ConfigError, StoreError
 from draftworks.features.object_feature_store import ObjectFeatureStore

@@ -18,8 +18,7 @@ from draftworks.drafts.strategy import DraftStrategy
 from draftworks.features.contracts import SampleRef
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.training.best import BestRule
-from draftworks.training.checkpoint_manager import CheckpointManager
+from draftworks.training.checkpoint_manager import BestRule, CheckpointManager
 from draftworks.training.trainer import Persistence, Trainer
 
 SHAPE = SHAPES["tiny"]

@@ -12,8 +12,8 @@ from torch import nn
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.training.backend import ensure_process_group
-from draftworks.training.compiling import compile_blocks
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule
+from draftworks.training.trainer import compile_blocks
 
 SPEC = TrainingSpec(global_batch_size=2, micro_batch_size=2, epochs=2, lr=1e-3, compute_dtype="float32", save_every=2)
 

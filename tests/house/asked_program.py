@@ -21,7 +21,7 @@ def is_open(descriptor: int) -> bool:
 
 def stay() -> None:
     """Until the parent ends."""
-    from draftworks.distributed.parent_death import die_with_parent
+    from draftworks.distributed.stop_signals import die_with_parent
 
     die_with_parent()
     told = {"rank": os.environ["LOCAL_RANK"], "pid": os.getpid(), "parent": os.getppid()}

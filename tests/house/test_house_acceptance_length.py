@@ -15,7 +15,7 @@ from documents import ROOT
 from own_names import parse_rooms
 
 HELPER = ROOT / "draftworks/evaluation/acceptance_length.py"
-OF_KEYS = (ROOT / "draftworks/config", ROOT / "draftworks/training/best.py")
+OF_KEYS = (ROOT / "draftworks/config", ROOT / "draftworks/training/checkpoint_manager.py")
 """Of keys: margins and best_metric keep meaning accepted draft tokens per pass."""
 STORED = re.compile(r"acc_len")
 IN_WORDS = re.compile(r"accepted (?:draft |proposed )?tokens? (?:are accepted )?per pass|tokens? accepted per pass")

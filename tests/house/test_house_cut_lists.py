@@ -15,21 +15,21 @@ from own_names import parse_rooms
 
 SAYS_SO = {
     "draftworks/capture/answers/answer_sets.py": "a line of the log behind it has the number of the others",
-    "draftworks/data/rejected.py": "a summary, not a page: `rejected` beside it is the number of all",
+    "draftworks/data/raw_rows.py": "a summary, not a page: `rejected` beside it is the number of all",
     "draftworks/evaluation/report/markdown.py": "the line behind the table",
     "draftworks/evaluation/report/tables.py": "`left_out`, which the page says",
     "draftworks/fleet/comparison_plot.py": "the title",
     "draftworks/fleet/leaderboard_views.py": "the title",
     "draftworks/planning/rates.py": "measurements that are read, not shown",
-    "draftworks/preflight/fp8_gate.py": "a digest",
-    "draftworks/preflight/shared_prompts.py": "the begin of a text",
-    "draftworks/production/fetching.py": "the begin of a text",
+    "draftworks/preflight/gates.py": "a digest",
+    "draftworks/preflight/data_checks.py": "the begin of a text",
+    "draftworks/production/scrape.py": "the begin of a text",
     "draftworks/data/served/loading.py": "`files_not_listed` beside it",
-    "draftworks/notifications/messages.py": "the last line",
+    "draftworks/notifications/channels.py": "the last line",
     "draftworks/programs/retention.py": "the last line",
     "draftworks/storage/words.py": "it is the helper",
     "sensors/acting.py": "the last reason",
-    "sensors/run_events.py": "the others are told at the next tick",
+    "sensors/notifications.py": "the others are told at the next tick",
     "spec_assets/leaderboard.py": "the line behind the table",
 }
 """Modules with a cut of their own, and where they say it."""

@@ -16,19 +16,29 @@ import pytest
 from pydantic import BaseModel
 
 from draftworks.config.base import Spec
-from draftworks.config.budget import BudgetSpec
-from draftworks.config.capture import CaptureSpec, CustomEngineSpec
-from draftworks.config.comparison import ComparisonSpec
-from draftworks.config.decision import DecisionSpec
+from draftworks.config.capture import CaptureSpec, CustomEngineSpec, ServerSpec, SGLangSpec, StartedServer
+from draftworks.config.data import EndpointSpec, MixSpec, RedactionSpec, ResponseSpec, ServedSpec
 from draftworks.config.deployment import DeploymentSpec
-from draftworks.config.features import FeaturesSpec
-from draftworks.config.gates import GateSpec
+from draftworks.config.features import (
+    BucketAccess,
+    ControlSpec,
+    FeaturesSpec,
+    ObjectStorageSpec,
+    PublishSpec,
+    StreamingSpec,
+    StreamStoreSpec,
+    WatermarkSpec,
+)
 from draftworks.config.launchers import KINDS
-from draftworks.config.mix import MixSpec
-from draftworks.config.notifications import NotificationSpec
-from draftworks.config.object_storage import BucketAccess, ObjectStorageSpec, PublishSpec
-from draftworks.config.observation import ObservationSpec, ObservedServerSpec
-from draftworks.config.prices import PricesSpec
+from draftworks.config.operations import (
+    BudgetSpec,
+    DecisionSpec,
+    NotificationSpec,
+    ObservationSpec,
+    ObservedServerSpec,
+    PricesSpec,
+    RetentionSpec,
+)
 from draftworks.config.registry_files import (
     DatasetSpec,
     DataSpec,
@@ -40,14 +50,8 @@ from draftworks.config.registry_files import (
     TargetSpec,
     TrainingSpec,
 )
-from draftworks.config.responses import EndpointSpec, ResponseSpec
-from draftworks.config.retention import RetentionSpec
-from draftworks.config.served import RedactionSpec, ServedSpec
-from draftworks.config.service import HookSpec, ServiceSpec
-from draftworks.config.serving import ServingSpec
-from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
+from draftworks.config.service import ComparisonSpec, GateSpec, HookSpec, ServiceSpec, ServingSpec
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.config.streaming import ControlSpec, StreamingSpec, StreamStoreSpec, WatermarkSpec
 from draftworks.config.trackers import MlflowSpec, TrackersSpec, TrackioSpec, WandbSpec
 from draftworks.targets.registry import Registry, resolve_recipe
 

@@ -13,7 +13,7 @@ from dagster._core.instance.ref import InstanceRef
 from dagster._daemon.types import DaemonHeartbeat
 from dagster_state import forget_instance
 
-from draftworks.preflight.installation.probes import Line
+from draftworks.preflight.installation.machine_probes import Line
 from draftworks.targets.registry import Registry
 from jobs import instance_report
 from jobs.instance_report import SILENT_DAEMON_S, report_claims, report_code_location, report_instance

@@ -11,8 +11,8 @@ from retention_toys import make_result
 from draftworks.targets.registry import Registry
 from jobs.pruning import make_prune_job
 from resources.workspace import Workspace
-from sensors.pruning import make_prune_schedules
 from sensors.running_targets import PARTITION_TAG
+from sensors.schedules import make_prune_schedules
 
 
 @pytest.fixture

@@ -9,12 +9,11 @@ import pytest
 from json_server import Reply, Request, json_server
 from notification_toys import Desk, make_event, webhook
 
-from draftworks.config.notifications import NotificationSpec
-from draftworks.endpoints.json_post import Posted
+from draftworks.config.operations import NotificationSpec
 from draftworks.errors import ConfigError, StoreError
-from draftworks.notifications.channels import Channels, send_test
-from draftworks.notifications.delivery import GIVE_UP_S, resolve_address
+from draftworks.notifications.channels import GIVE_UP_S, Channels, resolve_address, send_test
 from draftworks.notifications.outbox import Outbox
+from draftworks.service.json_post import Posted
 
 TOKEN = "T000/B000/s3cr3t"
 DOWN = Posted("", "cannot be reached")

@@ -9,9 +9,8 @@ import pytest
 from planning_toys import PlannedTarget
 
 from draftworks.planning.made_results import list_taps
-from draftworks.storage.data_records import FeaturesIdentity
-from draftworks.targets.answers import make_answers_identity
-from draftworks.targets.training_data import identify_conversations
+from draftworks.storage.records import FeaturesIdentity
+from draftworks.targets.training_data import identify_conversations, make_answers_identity
 
 ANSWERED = 90
 

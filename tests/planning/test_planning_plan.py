@@ -12,11 +12,10 @@ from served_toys import body, write_log
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.errors import ConfigError
-from draftworks.planning.amounts import Amount
+from draftworks.planning.amounts import Amount, count_token_bytes, count_training_tokens
 from draftworks.planning.estimates import Estimate, Source
 from draftworks.planning.plan import add_plans
 from draftworks.planning.rates import find_rate
-from draftworks.planning.sizes import count_token_bytes, count_training_tokens
 from draftworks.planning.steps import StepPlanner
 
 SAMPLES, TOKENS = 500_000, 1_500

@@ -9,9 +9,8 @@ import pytest
 from planning_toys import PlannedTarget
 
 from draftworks.planning.estimates import Estimate, Source
-from draftworks.planning.plan import add_plans
+from draftworks.planning.plan import SavedStep, StepActual, add_plans
 from draftworks.planning.plan_table import build_header, build_rows, describe_beside, format_seconds
-from draftworks.planning.saved_plan import SavedStep, StepActual
 
 
 @pytest.mark.parametrize(

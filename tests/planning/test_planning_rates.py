@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from planning_toys import LLAMA_8B, PlannedTarget
 
 from draftworks.planning.estimates import Estimate, Source
-from draftworks.planning.measurements import measure_answers, measure_capture, measure_training
-from draftworks.planning.rates import find_rate
+from draftworks.planning.rates import find_rate, measure_answers, measure_capture, measure_training
 
 SMALL = {**LLAMA_8B, "num_hidden_layers": 16}
 NARROW = {**LLAMA_8B, "hidden_size": 2048}

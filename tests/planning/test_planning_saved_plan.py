@@ -9,7 +9,7 @@ import pytest
 from planning_toys import PlannedTarget
 
 from draftworks.errors import StoreError
-from draftworks.planning.saved_plan import compare_plan, load_plan, locate_plan, save_plan
+from draftworks.planning.plan import compare_plan, load_plan, locate_plan, save_plan
 
 
 def test_a_run_that_goes_on_keeps_the_plan_of_its_beginning(tmp_path: Path):

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from draftworks.preflight.examine import examine_entry
-from draftworks.programs.short_paths import shorten_paths
+from draftworks.programs.start import shorten_paths
 from draftworks.storage.identity import FileDigests
-from draftworks.targets.machine import Machine
+from draftworks.targets.fitted_defaults import Machine
 from draftworks.targets.registry import Registry
 
 CHATS = [

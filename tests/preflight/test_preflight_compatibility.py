@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from draftworks.config.features import StreamingSpec, WatermarkSpec
 from draftworks.config.registry_files import EvaluationSpec, StrategyEntry, TargetSpec, TrainingSpec
 from draftworks.config.run_files import VOCAB_FILE
-from draftworks.config.serving import ServingSpec
-from draftworks.config.streaming import StreamingSpec, WatermarkSpec
+from draftworks.config.service import ServingSpec
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.targets.registry import Registry

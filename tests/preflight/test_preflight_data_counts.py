@@ -12,7 +12,7 @@ import pytest
 
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.service import LEAST_PROMPTS
-from draftworks.preflight.data_counts import count_dataset
+from draftworks.preflight.data_checks import count_dataset
 
 
 def make_chats(count: int, exchanges: int = 1) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from draftworks.programs.cli import app
-from draftworks.programs.short_paths import shorten_paths
+from draftworks.programs.start import shorten_paths
 
 MISTAKES = {
     "kind of launcher": ("launcher: {kind: slrum}", ["launcher"]),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from draftworks.preflight.devices import check_devices
 from draftworks.preflight.findings import Findings
+from draftworks.preflight.machine import check_devices
 
 SLURM = {"launcher": {"kind": "slurm"}}
 

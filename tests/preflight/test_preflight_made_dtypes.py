@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.made_dtypes import check_made_dtypes
+from draftworks.preflight.plausible_values import check_made_dtypes
 from draftworks.storage.artifacts import Artifact
-from draftworks.storage.asset_names import TRAINING_FEATURES, of_strategy
-from draftworks.targets.machine import Machine
+from draftworks.storage.names import TRAINING_FEATURES, of_strategy
+from draftworks.targets.fitted_defaults import Machine
 
 DRAFT = of_strategy("eagle3").draft
 

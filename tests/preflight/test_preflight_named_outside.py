@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftworks.config.deployment import DeploymentSpec
-from draftworks.preflight.named_outside import find_deployment_warnings
+from draftworks.preflight.machine import find_deployment_warnings
 from draftworks.programs.cli import app
 
 SERVER = {

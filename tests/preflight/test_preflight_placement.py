@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.placement import check_placement
+from draftworks.preflight.machine import check_placement
 
 
 def check(fleet, launcher: dict[str, Any], **entry: Any) -> Findings:

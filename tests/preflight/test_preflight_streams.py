@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftworks.preflight import streams
-from draftworks.storage.file_systems import Mount
+from draftworks.storage.shared_folder import Mount
 
 MOONCAKE = {"store": {"kind": "mooncake"}}
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from draftworks.evaluation.ladder.statistics import Resampling
-from draftworks.production.acceptance import (
+from draftworks.production.readings import (
     LEAST_WINDOWS,
     MOST_WINDOWS,
+    Window,
     compare_acceptance,
     estimate_acceptance,
 )
-from draftworks.production.readings import Window
 
 FAST = Resampling(resamples=400)
 

@@ -12,10 +12,9 @@ import pytest
 from metrics_server import Pages, serve_pages, sglang_pages, vllm_pages
 from observed_site import ObservedSite
 
-from draftworks.production.observer import UNKNOWN_DRAFT, Observation
+from draftworks.production.observer import UNKNOWN_DRAFT, Observation, ServerSeries
 from draftworks.production.readings import split_windows
 from draftworks.production.scrape import list_positions
-from draftworks.production.series import ServerSeries
 
 RECORDED = Path(__file__).parent / "recorded"
 SGLANG_RECORDED = Path(__file__).parents[1] / "sglang_room" / "recorded"

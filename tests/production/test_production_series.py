@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from draftworks.errors import EngineError, StoreError
+from draftworks.production.observer import ServerSeries
 from draftworks.production.readings import Reading, split_windows
-from draftworks.production.series import ServerSeries
 
 
 def make(number: int, instance: str = "one", passes: int | None = None) -> Reading:

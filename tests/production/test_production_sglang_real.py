@@ -20,8 +20,7 @@ from draftworks.production.observer import Observation
 from draftworks.production.readings import split_windows
 from draftworks.sglang.client import GenerateRequest
 from draftworks.sglang.server import ServerOptions, SGLangServer
-from draftworks.sglang.speculating_client import SpeculatingClient
-from draftworks.sglang.speculation import Speculation
+from draftworks.sglang.speculation import SpeculatingClient, Speculation
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 

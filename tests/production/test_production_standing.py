@@ -8,11 +8,20 @@ from dataclasses import replace
 import pytest
 from service_site import ServiceSite
 
-from draftworks.config.observation import ObservationSpec, ObservedServerSpec
+from draftworks.config.operations import ObservationSpec, ObservedServerSpec
 from draftworks.production.observer import Observation
 from draftworks.production.readings import Reading
-from draftworks.production.standing import GAP_S, assess_server, find_walk
-from draftworks.production.views import COLUMNS, format_row, list_notes, list_points, plot_series, to_json
+from draftworks.production.standing import (
+    COLUMNS,
+    GAP_S,
+    assess_server,
+    find_walk,
+    format_row,
+    list_notes,
+    list_points,
+    plot_series,
+    to_json,
+)
 from draftworks.storage.artifacts import ArtifactStore
 
 SERVER = ObservedServerSpec(name="front", url="https://a", kind="vllm", strategy="eagle3")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from draftworks.config.run_files import RunFile
-from draftworks.distributed.process_group import open_process_group
+from draftworks.distributed.collectives import open_process_group
 from draftworks.distributed.stop_signals import Interrupted, defer_stop
 from draftworks.errors import ConfigError
 from draftworks.programs.program import ProgramContext, run_program

@@ -10,8 +10,7 @@ import pytest
 
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import CaptureRun, FeatureSet, TargetFiles
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import write_tokens
+from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.errors import StoreError
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.assembly import open_samples

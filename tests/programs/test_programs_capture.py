@@ -14,8 +14,7 @@ from forked_ranks import ForkedRanks
 from draftworks.capture.engine import load_engine
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import CaptureRun, TargetFiles
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import write_tokens
+from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.errors import UnsoundEngineError
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store

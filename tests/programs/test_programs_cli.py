@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from draftworks.evaluation.report.text_tables import render_text_table
-from draftworks.programs.cli import COMMANDS, app
+from draftworks.programs.cli import COMMANDS, LazyCommand, app
 from draftworks.programs.keys import list_keys
-from draftworks.programs.lazy_commands import LazyCommand
 from draftworks.programs.summary import build_sampled_table, build_strategy_metrics_table
 from draftworks.storage.artifacts import Artifact
 

@@ -12,7 +12,7 @@ from retention_toys import make_result
 from typer.testing import CliRunner
 
 from draftworks.preflight.installation.doctor import Installation, probe_ui_port
-from draftworks.preflight.installation.probes import Line
+from draftworks.preflight.installation.machine_probes import Line
 from draftworks.programs.cli import app
 
 SECRET = "hunter2-and-more"

@@ -17,7 +17,7 @@ from sglang_toys import SGLANG
 from typer.testing import CliRunner
 from waiting import HANG_S
 
-from draftworks.capture.engines.sglang_server_checks import require_server
+from draftworks.capture.engines.sglang_hosts import require_server
 from draftworks.programs.cli import app
 from draftworks.sglang.client import SGLangClient
 from draftworks.storage.identity import FileDigests

@@ -14,8 +14,8 @@ from draft_run_files import RunFiles
 from forked_ranks import ForkedRanks
 
 from draftworks.capture.engines import hf
+from draftworks.config.data import AnswersSampling
 from draftworks.config.registry_files import EvaluationSpec, LoopSpec
-from draftworks.config.responses import AnswersSampling
 from draftworks.config.run_files import EvaluateRun, TargetFiles
 from draftworks.errors import StoreError
 from draftworks.evaluation.report.report import Report

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from draftworks.config.draft_config import DraftConfig, read_draft_config
+from draftworks.config.draft_options import DraftConfig, read_draft_config
 from draftworks.data.raw_rows import read_rows
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
@@ -29,8 +29,7 @@ from draftworks.features.manifest import read_feature_set
 from draftworks.features.sample_file import read_sample_header, write_sample
 from draftworks.features.sealing import AuthPolicy
 from draftworks.features.shards import read_header
-from draftworks.storage.artifacts import ArtifactStore, BuildResult
-from draftworks.storage.manifest import FileRecord
+from draftworks.storage.artifacts import ArtifactStore, BuildResult, FileRecord
 from draftworks.targets.resolve import _read_model_config
 from draftworks.training.checkpoint_files import read_record, write_record
 from draftworks.training.history import History

@@ -10,10 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from draftworks.errors import StoreError
-from draftworks.programs import standings
-from draftworks.programs.cli import COMMANDS, app
-from draftworks.programs.job_names import list_jobs
-from draftworks.programs.lazy_commands import LazyCommand
+from draftworks.programs import summary
+from draftworks.programs.cli import COMMANDS, LazyCommand, app
+from draftworks.programs.code_location import list_jobs
 
 
 def call(*words: str) -> Result:
@@ -102,8 +101,8 @@ def test_whatever_a_person_can_put_right_is_never_a_traceback(monkeypatch: pytes
     def fail(*_: object) -> None:
         raise StoreError("a record is damaged")
 
-    monkeypatch.setattr(standings.Fleet, "of", fail)
-    monkeypatch.setattr(standings, "report_error", lambda error: error)  # as a command that forgot to catch it
+    monkeypatch.setattr(summary.Fleet, "of", fail)
+    monkeypatch.setattr(summary, "report_error", lambda error: error)  # as a command that forgot to catch it
     told = call("leaderboard")
     assert (told.exit_code, told.stderr) == (1, "error: a record is damaged\n")
 

@@ -13,9 +13,8 @@ from forked_ranks import ForkedRanks
 from json_server import json_server
 from waiting import HANG_S
 
-from draftworks.config.capture import CaptureSpec
+from draftworks.config.capture import CaptureSpec, SGLangSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
-from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import ConfigError
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.regenerate import regenerate

@@ -14,11 +14,10 @@ from fake_speculating_sglang import Script, fake_python
 from processes import wait_until_ended
 from waiting import HANG_S, wait_until
 
+from draftworks.config.capture import SGLangSpec
 from draftworks.config.run_files import ServeRun, TargetFiles
-from draftworks.config.serving import ServingSpec
-from draftworks.config.sglang import SGLangSpec
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import write_tokens
+from draftworks.config.service import ServingSpec
+from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.errors import ConfigError, EngineError, StoreError
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.serve import measure_server

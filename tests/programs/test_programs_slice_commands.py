@@ -10,7 +10,7 @@ from service_site import ServiceSite
 from sliced_site import publish_sliced_report, publish_weighted_draft
 from typer.testing import CliRunner
 
-from draftworks.data.slice_weights import read_plan
+from draftworks.data.slices import read_plan
 from draftworks.programs.cli import app
 from draftworks.storage.artifacts import Artifact
 

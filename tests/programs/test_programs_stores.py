@@ -11,8 +11,7 @@ import pytest
 
 from draftworks.config.registry_files import CaptureSpec, EvaluationSpec, LoopSpec, TrainingSpec
 from draftworks.config.run_files import CaptureRun, EvaluateRun, FeatureSet, StoreSpec, TargetFiles, TrainRun
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import TokenizedSet, write_tokens
+from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.programs.capture import capture
 from draftworks.programs.evaluate import evaluate

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from dagster_pipes import open_dagster_pipes
 
-from draftworks.distributed.parent_death import die_with_parent, end_with_parent
-from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
+from draftworks.distributed.stop_signals import Interrupted, die_with_parent, end_with_parent, raise_on_stop
 
 
 def main(task: str, marker: str, *rest: str) -> None:

@@ -17,7 +17,7 @@ from dagster._core.storage.tags import TagType, get_tag_type
 from dagster._core.test_utils import create_run_for_test
 
 from resources.dead_runs import TAG, DeadRuns, end_with_run_process, find_run_process, release_dead_runs
-from resources.process_place import Place, RunProcess
+from resources.process_tree import Place, RunProcess
 
 POOL = "gpu"
 
@@ -181,7 +181,7 @@ def test_a_live_run_is_not_dead_for_a_container_that_shares_the_store(tmp_path, 
     code = """
 import sys, dagster as dg
 from resources.dead_runs import TAG, DeadRuns, end_with_run_process, release_dead_runs
-from resources.process_place import Place, RunProcess
+from resources.process_tree import Place, RunProcess
 with dg.DagsterInstance.local_temp(sys.argv[1]) as instance:
     print(release_dead_runs(instance))
 """

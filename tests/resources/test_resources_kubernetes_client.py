@@ -13,7 +13,7 @@ import pytest
 from fake_kubernetes import RUNTIMES, write_kubeconfig
 from kubernetes_toys import KubernetesBench, kubernetes_bench
 
-from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
+from draftworks.config.launchers import KubernetesLauncherSpec
 from draftworks.errors import ConfigError, DraftworksError, LauncherError
 from resources.kubernetes_scheduler import make_scheduler
 
@@ -162,7 +162,7 @@ def test_the_namespace_is_the_contexts_unless_it_is_given(bench: KubernetesBench
 def test_without_the_client_one_error_names_the_extra_and_the_module_loads() -> None:
     code = (
         "import sys; sys.modules['kubernetes'] = None\n"
-        "from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec\n"
+        "from draftworks.config.launchers import KubernetesLauncherSpec\n"
         "from resources.kubernetes_scheduler import make_scheduler\n"
         "make_scheduler(KubernetesLauncherSpec(image='i'))"
     )

@@ -12,10 +12,16 @@ import yaml
 from fake_kubelet import RUNTIME, WORKERS_RUNTIME, build_pod, expand
 from fake_kubernetes import find_unknown_fields
 
-from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
+from draftworks.config.launchers import KubernetesLauncherSpec
 from draftworks.errors import ConfigError
-from resources.kubernetes_manifest import FAILED_BEFORE, QUEUE, locate_environment, write_environment, write_train_job
-from resources.kubernetes_runtime import require_runtime
+from resources.kubernetes_manifest import (
+    FAILED_BEFORE,
+    QUEUE,
+    locate_environment,
+    require_runtime,
+    write_environment,
+    write_train_job,
+)
 from resources.scheduler import JobRequest
 from resources.torch_job import RunDir, TorchJob
 

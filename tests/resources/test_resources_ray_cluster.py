@@ -13,7 +13,7 @@ from draft_run_files import RunFiles
 from ray_cluster import ROOT, RayCluster
 from waiting import wait_for
 
-from draftworks.config.ray_launcher import RayLauncherSpec
+from draftworks.config.launchers import RayLauncherSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.draft_io import read_draft_config
 from draftworks.errors import LauncherError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray_cluster import ROOT
 
-from draftworks.config.ray_launcher import RayLauncherSpec
+from draftworks.config.launchers import RayLauncherSpec
 from draftworks.errors import ConfigError, LauncherError
 from draftworks.programs.ray_job import EXIT_LOST, RayJob
 from resources.ray_scheduler import RayScheduler

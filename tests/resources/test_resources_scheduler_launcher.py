@@ -27,7 +27,7 @@ from draftworks.programs.failure import RankFailure
 from resources.dead_runs import JOB_TAG, TAG, DeadRuns, release_dead_runs
 from resources.deployment_launcher import make_deployment_launcher
 from resources.job_claims import JobClaim, end_abandoned_job, is_taken_over
-from resources.process_place import RunProcess
+from resources.process_tree import RunProcess
 from resources.scheduler import DeadCopy, JobRequest, Scheduler, SeenJob
 from resources.scheduler_launcher import ScheduledJob, SchedulerLauncher
 from resources.torch_job import JobState, RunDir, TorchJob

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import dagster as dg
 
-from draftworks.config.sglang import SGLangSpec
+from draftworks.config.capture import SGLangSpec
 from resources.sglang_server import SGLangServer
 
 

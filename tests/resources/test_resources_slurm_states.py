@@ -6,8 +6,8 @@ import pytest
 
 from resources.scheduler import DeadCopy
 from resources.slurm_commands import SlurmRecord
+from resources.slurm_scheduler import describe_records, find_hopeless, is_final
 from resources.slurm_script import LOST_NODE_EXIT
-from resources.slurm_states import describe_records, find_hopeless, is_final
 from resources.torch_job import JobState
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.config.responses import EndpointSpec, ResponseSpec
+from draftworks.config.capture import SGLangSpec
+from draftworks.config.data import EndpointSpec, ResponseSpec
 from draftworks.config.run_files import CaptureRun, RegenerateRun, TrainRun
-from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import ConfigError
 from resources.torch_job import ONE_NODE, RunDir, TorchJob
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.retention.references import find_best, find_used
 from draftworks.retention.stored_results import StoredResult
+from draftworks.retention.survey import find_best, find_used
 
 
 def result(name: str, *mentions: str, target: str = "t", asset: str = "x_report", **more) -> StoredResult:

@@ -9,9 +9,9 @@ import pytest
 from kill_points import killed_before
 from retention_toys import keys_of, list_stored, make_features, make_place, make_result
 
-from draftworks.retention.pins import pin_result
 from draftworks.retention.removable import RemovalPlan, plan_removal
 from draftworks.retention.removal import remove_items
+from draftworks.retention.stored_results import pin_result
 from draftworks.retention.survey import survey
 from draftworks.storage.artifacts import LOCK, ArtifactStore
 from draftworks.storage.file_lock import hold_lock

@@ -10,10 +10,10 @@ import pytest
 from retention_toys import WEIGHTS, keys_of, make_features, make_place, make_result
 from service_toys import record, served
 
-from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, save_plan
+from draftworks.data.slices import WEIGHTS_FILE, SlicePlan, save_plan
 from draftworks.errors import ConfigError, StoreError
-from draftworks.retention.pins import FOLDER, list_pins, pin_result, unpin_result
-from draftworks.retention.place import Place
+from draftworks.retention.removable import Place
+from draftworks.retention.stored_results import FOLDER, list_pins, pin_result, unpin_result
 from draftworks.retention.survey import Holding, survey
 from draftworks.service.register import ServiceRegister
 from draftworks.storage.artifacts import ArtifactStore

@@ -15,8 +15,8 @@ from stream_toys import STREAMS, TRAINING, SerialEngine, StreamFiles, make_rows
 from waiting import HANG_S
 
 from draftworks.capture.engine import TargetEngine
-from draftworks.config.draft_config import read_draft_config
-from draftworks.config.streaming import StreamFollower, StreamingSpec
+from draftworks.config.draft_options import read_draft_config
+from draftworks.config.features import StreamFollower, StreamingSpec
 from draftworks.errors import CaptureError
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store

@@ -19,10 +19,10 @@ from stream_toys import TRAINING, StreamFiles
 from waiting import HANG_S, meanwhile, wait_until
 
 from draftworks.capture.engines.hf import HFTargetEngine
+from draftworks.config.features import ControlSpec, StreamingSpec, StreamStoreSpec
 from draftworks.config.launchers import LocalLauncherSpec
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
-from draftworks.config.streaming import ControlSpec, StreamingSpec, StreamStoreSpec
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.errors import StoreLostError
@@ -31,7 +31,7 @@ from resources.companions import Companion
 from resources.launchers import make_launcher
 from resources.torch_job import TorchJob
 from resources.workspace import Workspace
-from spec_assets.stream_services import locate_database, make_stream_place, make_stream_services
+from spec_assets.draft_streams import locate_database, make_stream_place, make_stream_services
 
 pytestmark = pytest.mark.mooncake
 SHORT, LONG = (

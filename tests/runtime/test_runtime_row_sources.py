@@ -11,7 +11,7 @@ from draftworks.capture.engine import Generated
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.errors import CaptureError
 from draftworks.runtime.row_sources import ConversationSource, TokenSource
 

@@ -16,11 +16,11 @@ from forked_ranks import ForkedRanks
 from stream_toys import TRAINING, StreamFiles
 from waiting import HANG_S, wait_until
 
-from draftworks.config.draft_config import read_draft_config
+from draftworks.config.draft_options import read_draft_config
+from draftworks.config.features import StreamFollower, StreamingSpec
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import StoreSpec, TrainRun
 from draftworks.config.strategies import resolve_strategy
-from draftworks.config.streaming import StreamFollower, StreamingSpec
 from draftworks.errors import ConfigError
 from draftworks.features.open_store import open_store
 from draftworks.programs.program import ProgramContext

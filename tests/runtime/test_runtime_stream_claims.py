@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftworks.config.features import StreamFollower, StreamingSpec, StreamSteps
 from draftworks.config.run_files import StreamPlace
-from draftworks.config.streaming import StreamFollower, StreamingSpec, StreamSteps
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.sqlite_metadata_store import InMemoryMetadataStore
 from draftworks.errors import ConfigError

@@ -15,7 +15,7 @@ from coverings import gate_or_long
 from stream_toys import STREAMS, StreamFiles, make_rows
 from waiting import HANG_S
 
-from draftworks.config.streaming import StreamingSpec
+from draftworks.config.features import StreamingSpec
 from draftworks.distributed.stop_signals import Interrupted
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, StoreError
 from draftworks.features.manifest import read_feature_set

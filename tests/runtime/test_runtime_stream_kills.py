@@ -17,8 +17,8 @@ from stream_toys import TRAINING, StreamFiles
 from waiting import HANG_S, wait_until
 
 from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.config.features import StreamingSpec
 from draftworks.config.run_files import RunFile, TargetFiles
-from draftworks.config.streaming import StreamingSpec
 from draftworks.features.open_store import open_store
 from draftworks.runtime.training_stream import open_controller
 

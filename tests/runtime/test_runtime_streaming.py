@@ -15,8 +15,8 @@ from waiting import HANG_S
 
 from draftworks.capture.engine import load_engine
 from draftworks.config.capture import CaptureSpec
+from draftworks.config.features import StreamingSpec
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.config.streaming import StreamingSpec
 from draftworks.features.open_store import open_store
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train

@@ -16,9 +16,8 @@ from draftworks.decision.answers import AnswerFile
 from draftworks.decision.budget import BudgetFile, Correction, Entry, Outcome
 from draftworks.decision.queue import Action, Step
 from draftworks.decision.record import Choice
-from sensors.acting import Tick, explain_tick, group_reasons
-from sensors.charged_runs import CHARGE_TAG
-from sensors.series import SeriesCursor
+from sensors.acting import CHARGE_TAG, Tick, explain_tick, group_reasons
+from sensors.running_targets import SeriesCursor
 from spec_assets.code_location import build_definitions
 
 

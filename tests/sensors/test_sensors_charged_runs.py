@@ -10,7 +10,7 @@ import pytest
 from decision_toys import HOUR, NOW, charged
 
 from draftworks.decision.budget import Entry, Outcome
-from sensors.charged_runs import correct_by_runs
+from sensors.acting import correct_by_runs
 
 
 def record_of(run: dg.DagsterRun, begun: float | None, ended: float | None) -> dg.RunRecord:

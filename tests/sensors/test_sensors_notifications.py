@@ -12,11 +12,9 @@ from json_server import Reply, Request, json_server
 from draftworks.errors import ConfigError
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
-from sensors.notifications import make_notification_sensor
-from sensors.run_events import is_regression, shorten_cause
-from spec_assets.gates import NOT_WORSE
+from sensors.notifications import is_regression, make_notification_sensor, shorten_cause
+from spec_assets.gates import DRAFT_IS_CURRENT, NOT_WORSE
 from spec_assets.promotion import NEWEST_IN_SERVICE
-from spec_assets.report_checks import DRAFT_IS_CURRENT
 
 TARGET = dg.StaticPartitionsDefinition(["one"])
 

@@ -16,7 +16,7 @@ from toy_scheduler import ToyLauncherSpec, offer_toy
 from draftworks.errors import LauncherError
 from draftworks.targets.registry import Registry
 from resources.job_claims import JobClaim
-from resources.process_place import RunProcess
+from resources.process_tree import RunProcess
 from resources.scheduler import JobRequest, Scheduler, SeenJob
 from resources.torch_job import JobState, RunDir
 from resources.workspace import Workspace

@@ -21,11 +21,11 @@ from toy_scheduler import ToyLauncherSpec, offer_toy
 
 from resources.dead_runs import JOB_TAG, TAG
 from resources.job_claims import JobClaim
-from resources.process_place import RunProcess
+from resources.process_tree import RunProcess
 from resources.scheduler import SeenJob
 from resources.torch_job import JobState, RunDir
-from sensors import pool_slots
-from sensors.pool_slots import make_pool_slot_sensor
+from sensors import orphans
+from sensors.orphans import make_pool_slot_sensor
 
 ROOT = Path(__file__).resolve().parents[2]
 POOL = "gpu"
@@ -76,7 +76,7 @@ def test_a_slot_stays_taken_while_the_job_of_an_ended_run_lives(
     monkeypatch.setattr("resources.job_claims.make_scheduler", lambda spec: seen)
     assert tick(instance, monkeypatch) == "freed the pool slots of 0 runs; a job of 1 run lives"
     instance.report_run_failed(run)
-    monkeypatch.setattr(pool_slots, "ENDED_FOR_S", 0.0)
+    monkeypatch.setattr(orphans, "ENDED_FOR_S", 0.0)
     for _ in range(2):
         assert tick(instance, monkeypatch) == "freed the pool slots of 0 runs; a job of 1 run lives"
     assert holders(instance) == {run.run_id}
@@ -92,7 +92,7 @@ def test_an_ended_run_without_a_job_loses_its_slots_when_its_processes_have_had_
     instance.report_run_failed(run)
     tick(instance, monkeypatch)
     assert holders(instance) == {run.run_id}
-    monkeypatch.setattr(pool_slots, "ENDED_FOR_S", 0.0)
+    monkeypatch.setattr(orphans, "ENDED_FOR_S", 0.0)
     tick(instance, monkeypatch)
     assert holders(instance) == set()
 

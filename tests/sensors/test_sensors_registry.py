@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from resources.workspace import Workspace
-from sensors.registry import make_registry_sensor
+from sensors.reevaluation import make_registry_sensor
 
 TARGETS = ["one", "two"]
 

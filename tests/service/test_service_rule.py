@@ -18,10 +18,10 @@ from promotion_worlds import (
 )
 from service_toys import WEIGHTS_OF_TARGET, draw_walk, record
 
-from draftworks.config.decision import DecisionSpec
+from draftworks.config.operations import DecisionSpec
 from draftworks.config.service import LEAST_PROMPTS, ServiceSpec
 from draftworks.evaluation.ladder.statistics import Interval, PairedDifference, Resampling, paired_difference
-from draftworks.service.record import EvalFigures, InService
+from draftworks.service.register import EvalFigures, InService
 from draftworks.service.rule import (
     Compared,
     Margins,

@@ -15,9 +15,8 @@ from draftworks.data.conversations import Scalar
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.report.paired_slices import SliceDifference
 from draftworks.service.candidate import RefusedError
-from draftworks.service.record import EvalFigures
-from draftworks.service.rule import Verdict
-from draftworks.service.slice_rule import judge_slices
+from draftworks.service.register import EvalFigures
+from draftworks.service.rule import Verdict, judge_slices
 
 LANGUAGES = ("de", "en", "fr", "it")
 

@@ -11,7 +11,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import check_requirements
-from draftworks.sglang.families import list_sglang_remarks
+from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.targets.registry import Registry
 
 MakeTarget = Callable[[str], TargetFiles]

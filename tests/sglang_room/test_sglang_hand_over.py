@@ -8,7 +8,7 @@ import torch
 from waiting import HANG_S
 
 from draftworks.errors import StoreError
-from draftworks.sglang.hand_over import BackgroundHandOver
+from draftworks.sglang.hook import BackgroundHandOver
 from draftworks.sglang.parts import Part, PartSink
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftworks.errors import EngineError
-from draftworks.sglang.server_counters import (
+from draftworks.sglang.speculation import (
     Counters,
     SpeculatedAnswer,
     read_accept_length,

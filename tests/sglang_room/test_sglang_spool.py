@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from waiting import HANG_S
 
 from draftworks.errors import EngineError, PassingTroubleError, UnsoundEngineError
-from draftworks.sglang.hand_over import BackgroundHandOver
+from draftworks.sglang.hook import BackgroundHandOver
 from draftworks.sglang.parts import AnsweredRequest, Part, is_captured, make_request_id, wants_logits
 from draftworks.sglang.spool import SpoolSink, SpoolSource, sweep, take_parts, write_failure, write_part
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.files import publish_json
 from resources.job_claims import CLAIM
 from spec_assets import draft_streams
 from spec_assets.draft_streams import DRAFTS, StreamReader, remove_streams

@@ -10,7 +10,7 @@ import dagster as dg
 import pyarrow.parquet as pq
 import pytest
 
-from draftworks.config.responses import AnswersSampling
+from draftworks.config.data import AnswersSampling
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.features.manifest import read_feature_set

@@ -11,12 +11,12 @@ import dagster as dg
 import pytest
 
 from draftworks.config.capture import CaptureSpec
-from draftworks.config.gates import GateSpec
 from draftworks.config.registry_files import StrategyEntry, TargetSpec
+from draftworks.config.service import GateSpec
 from draftworks.evaluation.ladder.relative_loss import RelativeLoss
 from draftworks.features.manifest import read_feature_set
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.fp8_gate import Fp8GateClosed, check_fp8_gate, require_passed_fp8_gate
+from draftworks.preflight.gates import Fp8GateClosed, check_fp8_gate, require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from spec_assets.inputs import list_trained_strategies
 

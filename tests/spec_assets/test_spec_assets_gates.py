@@ -15,8 +15,7 @@ from draftworks.storage.artifacts import Artifact
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from spec_assets.data import check_answers_finished
-from spec_assets.gates import NOT_WORSE, GateClosed, check_export_gates
-from spec_assets.report_checks import make_gate_checks
+from spec_assets.gates import NOT_WORSE, GateClosed, check_export_gates, make_gate_checks
 
 SAMPLES = {f"s{index}": [index, 7, 8] for index in range(8)}
 GOOD, BAD = dict.fromkeys(SAMPLES, [3, 2]), dict.fromkeys(SAMPLES, [0, 1])

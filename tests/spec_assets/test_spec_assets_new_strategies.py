@@ -13,8 +13,7 @@ from dagster._core.definitions.reconstruct import ReconstructableRepository
 from dagster._core.execution.api import create_execution_plan, execute_run
 
 from draftworks.config.registry_files import StrategyEntry, TargetSpec
-from spec_assets.executor import RunExecutor
-from spec_assets.new_strategies import find_left_out_strategies
+from spec_assets.executor import RunExecutor, find_left_out_strategies
 
 TOLD = "strategy dflash is new to this code location: reload it"
 

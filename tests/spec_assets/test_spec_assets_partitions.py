@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import dagster as dg
 import pytest
 
-from spec_assets.partitions import partition_assets, partition_checks
+from spec_assets.code_location import partition_assets, partition_checks
 
 TARGETS = dg.StaticPartitionsDefinition(["bad", "odd", "good"])
 """`bad` fails the blocking check, `odd` fails those that do not block."""

@@ -14,9 +14,9 @@ from launcher_harnesses import ToyHarness
 
 from draftworks.errors import ConfigError
 from draftworks.targets.registry import Registry
+from spec_assets.common import PROGRAM_TAG
 from spec_assets.definitions import REGISTRY
-from spec_assets.places import require_places
-from spec_assets.pools import PROGRAM_TAG
+from spec_assets.executor import require_places
 
 LOCATION = '''
 from pathlib import Path

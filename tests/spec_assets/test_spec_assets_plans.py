@@ -11,16 +11,14 @@ import yaml
 from typer.testing import CliRunner
 
 from draftworks.features.scaled_fp8 import encode_stream
-from draftworks.planning.gpu_hours import estimate_gpu_hours
-from draftworks.planning.plan import make_plan
-from draftworks.planning.saved_plan import compare_plan, load_plan
-from draftworks.planning.sizes import count_token_bytes
+from draftworks.planning.amounts import count_token_bytes
+from draftworks.planning.plan import compare_plan, estimate_gpu_hours, load_plan, make_plan
 from draftworks.planning.subject import PlanSubject
 from draftworks.programs.cli import app
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from spec_assets import recipes
-from spec_assets.plans import describe_plans
+from spec_assets.recipes import describe_plans
 
 
 def subject_of(finished) -> PlanSubject:

@@ -16,8 +16,8 @@ from draftworks.config.launchers import PROGRAMS, parse_launcher
 from draftworks.errors import ConfigError
 from draftworks.targets.registry import Registry
 from spec_assets.code_location import build_definitions
+from spec_assets.common import PROGRAM_TAG, assign_pools
 from spec_assets.definitions import REGISTRY
-from spec_assets.pools import PROGRAM_TAG, assign_pools
 
 
 @pytest.fixture(scope="module")

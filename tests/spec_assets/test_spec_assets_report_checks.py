@@ -7,8 +7,7 @@ import pytest
 from report_folders import ASSET, TARGET, ReportFolders
 
 from resources.workspace import Workspace
-from spec_assets.gates import BEATS_BASELINES, NOT_WORSE
-from spec_assets.report_checks import make_gate_checks
+from spec_assets.gates import BEATS_BASELINES, NOT_WORSE, make_gate_checks
 
 SAMPLES = {f"s{index}": [index, 7, 8] for index in range(8)}
 GOOD, BAD = dict.fromkeys(SAMPLES, [3, 2]), dict.fromkeys(SAMPLES, [0, 1])

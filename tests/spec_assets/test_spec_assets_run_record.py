@@ -12,7 +12,7 @@ from test_spec_assets_command_line import ROOT
 from test_spec_assets_killed_run import commands_of, start
 from waiting import HANG_S, wait_until
 
-from spec_assets.run_record import end_with_record
+from spec_assets.executor import end_with_record
 
 
 class Storage:

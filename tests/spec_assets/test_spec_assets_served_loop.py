@@ -11,7 +11,7 @@ import pytest
 from served_toys import body, write_log
 from typer.testing import CliRunner
 
-from draftworks.data.slice_weights import read_plan
+from draftworks.data.slices import read_plan
 from draftworks.programs.cli import app
 
 SERVED = "files: [../log]\nformat: served\nserved: {source_field: metadata.app}\n"

@@ -8,7 +8,7 @@ from service_site import ServiceSite
 from sliced_site import publish_sliced_report, publish_weighted_draft
 
 from draftworks.config.strategies import resolve_strategy
-from draftworks.data.slice_weights import SlicePlan, SliceWeight
+from draftworks.data.slices import SlicePlan, SliceWeight
 from resources.workspace import Workspace
 from spec_assets.reports import describe_weighted_slices
 

@@ -11,7 +11,7 @@ from coverings import gate_or_long
 from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
 from dagster._core.loader import LoadingContextForTest
 
-from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
+from draftworks.storage.names import TARGET_MODEL, of_strategy
 from draftworks.targets.registry import Registry
 from spec_assets.unused import find_unused_assets
 

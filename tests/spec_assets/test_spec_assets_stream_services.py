@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import dagster as dg
 import pytest
 
+from draftworks.config.features import StreamingSpec
 from draftworks.config.run_files import MemoryRun, ProduceRun, StreamSteps, TargetFiles
-from draftworks.config.streaming import StreamingSpec
 from draftworks.dataflow.control_wire import TOKEN_ENV, load_token
 from draftworks.errors import ConfigError
 from resources.companions import Companion
 from resources.workspace import Workspace
-from spec_assets.stream_services import (
+from spec_assets.draft_streams import (
     choose_endpoint,
     locate_database,
     make_stream_place,
@@ -114,7 +114,7 @@ def test_a_kept_port_is_waited_for_and_given_up_if_another_program_has_it(
     ending.start()
     assert choose_endpoint("127.0.0.1:0", kept) == first
     ending.join()
-    monkeypatch.setattr("spec_assets.stream_services._ENDING_S", 0.0)
+    monkeypatch.setattr("spec_assets.draft_streams._ENDING_S", 0.0)
     with socket.create_server(("127.0.0.1", int(first.rpartition(":")[2]))):
         other = choose_endpoint("127.0.0.1:0", kept)
         assert other != first

@@ -7,7 +7,7 @@ import pytest
 from test_spec_assets_command_line import execute
 
 from draftworks.config.strategies import list_strategies
-from draftworks.storage.asset_names import of_strategy
+from draftworks.storage.names import of_strategy
 from draftworks.targets.registry import Registry
 from spec_assets.unused import UNUSED, UnusedAsset, find_unused_assets, record_unused
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kill_points import killed_before
 
-from draftworks.storage.atomic import publish_file, publish_folder, publish_json, remove, replace_folder
+from draftworks.storage.files import publish_file, publish_folder, publish_json, remove, replace_folder
 
 
 def test_an_interrupted_write_leaves_what_was_there_and_nothing_beside_it(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.storage.changes import describe_changes
+from draftworks.storage.files import describe_changes
 
 VALUES = st.dictionaries(st.sampled_from("abcd"), st.none() | st.integers(0, 2), max_size=4)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.storage.file_systems import Mount, find_mount
+from draftworks.storage.shared_folder import Mount, find_mount
 
 LINES = """\
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftworks.storage.full_disk import explain_full_disk
+from draftworks.storage.files import explain_full_disk
 
 
 def write_with_python(path: str) -> None:

@@ -21,8 +21,7 @@ from waiting import wait_for, wait_until
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
 from draftworks.storage.file_lock import hold_lock, try_lock
-from draftworks.storage.lease import Lease, LeaseLostError, LeasePath
-from draftworks.storage.lease_file import LeaseTimes
+from draftworks.storage.lease import Lease, LeaseLostError, LeasePath, LeaseTimes
 
 TIMES = LeaseTimes(renew_s=3600.0, lease_s=0.2)
 

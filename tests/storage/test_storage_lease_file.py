@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import wait_until
 
-from draftworks.storage import lease_file
-from draftworks.storage.lease_file import (
+from draftworks.storage import lease
+from draftworks.storage.lease import (
     LONGEST_GAP_S,
     LeaseFile,
     LeaseState,
@@ -31,7 +31,7 @@ from draftworks.storage.process_place import ProcessPlace
 HOLD = """
 import sys, time
 from pathlib import Path
-from draftworks.storage.lease_file import LeaseFile
+from draftworks.storage.lease import LeaseFile
 assert LeaseFile.create(Path(sys.argv[1])) is not None
 print("held", flush=True)
 time.sleep(60)
@@ -117,7 +117,7 @@ def test_a_killed_process_holds_nothing_even_before_it_was_waited_for(path: Path
 def test_a_pid_that_another_process_has_now_is_dead(path: Path, monkeypatch: pytest.MonkeyPatch):
     own = ProcessPlace.own()
     earlier = SimpleNamespace(own=lambda: replace(own, started=own.started - 1))
-    monkeypatch.setattr(lease_file, "ProcessPlace", earlier)
+    monkeypatch.setattr(lease, "ProcessPlace", earlier)
     held = LeaseFile.create(path)
     monkeypatch.undo()
     assert held is not None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import StoreError
-from draftworks.storage.manifest import FileManifest, list_files
+from draftworks.storage.artifacts import FileManifest, list_files
 
 CONTENT = {"a.txt": b"first", "deep/er/b.txt": b"second\n" * 9, "empty": b""}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.storage.masking import MASK, mask_secrets
+from draftworks.storage.words import MASK, mask_secrets
 
 NAMES = ("AWS_SECRET_ACCESS_KEY", "DAGSTER_PG_PASSWORD", "HF_TOKEN", "named_in_the_registry")
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.config.object_storage import BucketAccess, ObjectStorageSpec
+from draftworks.config.features import BucketAccess, ObjectStorageSpec
 from draftworks.errors import ConfigError
-from draftworks.storage.object_access import parse_object_url
-from draftworks.storage.object_errors import MissingObjectError, ObjectStorageError, explain
+from draftworks.storage.object_access import MissingObjectError, ObjectStorageError, explain, parse_object_url
 from draftworks.storage.object_store import ByteRange, ObjectStore
 
 
@@ -160,7 +159,7 @@ def test_a_missing_library_is_one_error_that_names_its_installation():
     script = """
 import sys
 sys.modules["obstore"] = sys.modules["obstore.store"] = None
-from draftworks.config.object_storage import BucketAccess
+from draftworks.config.features import BucketAccess
 from draftworks.errors import ConfigError
 from draftworks.storage.object_store import ObjectStore
 try:

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.storage.identity import canonical_json, file_digest
-from draftworks.storage.regular_files import (
+from draftworks.storage.files import (
     MAX_JSON_DEPTH,
     open_regular,
     parse_json,
@@ -20,6 +19,7 @@ from draftworks.storage.regular_files import (
     read_json,
     require_file,
 )
+from draftworks.storage.identity import canonical_json, file_digest
 
 
 @pytest.fixture(params=["pipe", "socket", "folder", "device", "missing", "dangling", "loop"])

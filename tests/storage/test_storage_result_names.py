@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import StoreError
-from draftworks.storage.result_names import choose_name
+from draftworks.storage.records import choose_name
 
 NAMES = st.text("0123456789abcdef", min_size=16, max_size=16)
 KNOWN = {"722c2df91289f306": "ab" * 32, "722c000000000000": "cd" * 32, "9f8e7d6c5b4a3210": "cd" * 32}

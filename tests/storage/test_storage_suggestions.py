@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
-from draftworks.storage.suggestions import OTHER_WORDS, find_close, list_fitting, suggest, suggest_or_list
+from draftworks.storage.words import OTHER_WORDS, find_close, list_fitting, suggest, suggest_or_list
 
 NAMES = [*TrainingSpec.model_fields, *TargetSpec.model_fields]
 LONG = sorted(name for name in NAMES if len(name) >= 6)

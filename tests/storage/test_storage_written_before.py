@@ -23,8 +23,7 @@ from draftworks.evaluation.ladder.loop_cache import LoopCache, LoopEntry, LoopId
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import read_report, require_prompts_file
 from draftworks.evaluation.report.writing import save_report
-from draftworks.storage.artifacts import ArtifactStore, BuildResult
-from draftworks.storage.manifest import list_files
+from draftworks.storage.artifacts import ArtifactStore, BuildResult, list_files
 from draftworks.training.checkpoint_files import CheckpointFolder, read_record, sync_and_checksum, verify, write_record
 
 BEFORE = Path(__file__).with_name("written_before")

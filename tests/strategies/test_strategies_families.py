@@ -12,7 +12,7 @@ from coverings import cover, gate_or_long
 from model_families import FAMILIES, HIDDEN, VOCAB
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftworks.config.layer_shape import choose_layer_shape
+from draftworks.config.draft_options import choose_layer_shape
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.data.vocab import build_vocab_mapping

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftworks.config.decoding import Decoding
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.config.validation import parse_spec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, Objective, Temperatures
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.supervision import Teacher, TeacherPlan

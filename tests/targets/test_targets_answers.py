@@ -8,8 +8,8 @@ import pytest
 
 from draftworks.config.registry_files import ResponseSpec, TargetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.storage.data_records import AnswersIdentity
-from draftworks.targets.answers import make_answers_identity, make_greedy_settings
+from draftworks.storage.records import AnswersIdentity
+from draftworks.targets.training_data import make_answers_identity, make_greedy_settings
 
 TARGET = TargetSpec(name="small", model="acme/small", dataset="chats")
 FILES = TargetFiles(

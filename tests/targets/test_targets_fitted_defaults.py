@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from draftworks.capture.engine import make_engine_identity
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import TargetSizes, list_strategies, resolve_strategy
-from draftworks.targets.fitted_defaults import describe_fitted
-from draftworks.targets.machine import Machine
+from draftworks.targets.fitted_defaults import Machine, describe_fitted
 from draftworks.targets.registry import Registry, apply_overrides, resolve_recipe
 
 AVX2, AVX512_BF16, GPU = Machine(0, False, False), Machine(0, False, True), Machine(1, False, False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftworks.targets.machine import Machine, read_machine
+from draftworks.targets.fitted_defaults import Machine, read_machine
 
 PROCESSOR_FILES = {
     "AVX2": ("processor\t: 0\nvendor_id\t: x\nflags\t\t: fpu sse4_2 avx avx2 fma\n", False),
@@ -44,7 +44,7 @@ def test_auto_is_a_gpu_where_pytorch_can_use_one(tmp_path: Path, names: tuple[st
     for name in names:
         (tmp_path / name).touch()
     for version, usable in (("2.13.0+cu130", True), ("2.13.0", True), ("2.13.0+cpu", False)):
-        monkeypatch.setattr("draftworks.targets.machine.read_version", lambda package, found=version: found)
+        monkeypatch.setattr("draftworks.targets.fitted_defaults.read_version", lambda package, found=version: found)
         assert read_machine(tmp_path).uses_gpu == (expected and usable)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftworks.targets.quantized_headers import UNKNOWN, strip_quantization
-from draftworks.targets.safetensors_headers import TensorHeader
+from draftworks.targets.safetensors_headers import UNKNOWN, TensorHeader, strip_quantization
 
 
 def make_headers(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, TensorHeader]:

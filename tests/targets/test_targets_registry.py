@@ -10,7 +10,7 @@ import pytest
 
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.config.validation import parse_spec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.data.sources import digest_dataset, find_files
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import FileDigests, ReadOnceDigests

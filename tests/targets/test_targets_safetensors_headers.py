@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.targets.model_files import INDEX, WEIGHTS
-from draftworks.targets.safetensors_headers import TensorHeader, read_header, read_model_headers
+from draftworks.targets.safetensors_headers import INDEX, WEIGHTS, TensorHeader, read_header, read_model_headers
 from draftworks.targets.weights import check_target_weights
 
 COMMIT = "a" * 40
@@ -166,7 +165,8 @@ def test_of_weights_on_the_hub_the_headers_alone_are_fetched(hub, tiny_folder: P
 
     monkeypatch.setattr(HfApi, "parse_safetensors_file_metadata", header)
     monkeypatch.setattr(
-        "draftworks.targets.model_files.fetch_hub_file", lambda where, model, revision, name: hub.snapshot / name
+        "draftworks.targets.safetensors_headers.fetch_hub_file",
+        lambda where, model, revision, name: hub.snapshot / name,
     )
     assert len(read_model_headers(hub.target).tensors) == 74
     assert ("some/model", "only.safetensors", COMMIT) in asked

@@ -17,7 +17,7 @@ from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
-from draftworks.targets.model_files import INDEX, WEIGHTS
+from draftworks.targets.safetensors_headers import INDEX, WEIGHTS
 from draftworks.targets.stored_head import compare_heads
 from draftworks.targets.weights import check_target_weights
 

@@ -8,7 +8,7 @@ import pytest
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.targets.registry import Registry
-from draftworks.targets.used_strategies import list_used_strategies
+from draftworks.targets.training_data import list_used_strategies
 
 ENTRY = "model: m\ndataset: d\n"
 

@@ -19,7 +19,7 @@ from draftworks.capture.engine import load_engine
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, DraftworksError, StoreError
-from draftworks.targets.model_files import INDEX, WEIGHTS
+from draftworks.targets.safetensors_headers import INDEX, WEIGHTS
 from draftworks.targets.weights import WeightsCheck, check_target_weights
 
 

@@ -16,7 +16,7 @@ from draftworks.decision.fleet_state import FleetReader
 from draftworks.decision.record import Choice, Decision, save_decision
 from draftworks.service.register import ServiceRegister
 from draftworks.targets.registry import Registry
-from sensors.charged_runs import CHARGE_TAG
+from sensors.acting import CHARGE_TAG
 
 PARTITION = "dagster/partition"
 

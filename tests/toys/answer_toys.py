@@ -7,15 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from draftworks.capture.answers.answerers import Answerer
-from draftworks.capture.answers.dialogue import Dialogue
+from draftworks.capture.answers.dialogue import Answerer, Dialogue
 from draftworks.capture.engine import Generated
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn, write_conversations
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import TokenizedSet
+from draftworks.data.tokenized import TokenizedSet, TokenRow
 
 ON_CPU = CaptureSpec(compute_dtype="float32", device="cpu")
 

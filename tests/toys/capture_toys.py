@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from draftworks.capture.engine import Generated, TargetEngine
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import CaptureRun, TargetFiles
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap
 
 

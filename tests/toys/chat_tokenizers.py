@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.config.run_files import TargetFiles
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 
 SPECIAL = ("<s>", "</s>", "<unk>", "<|start|>", "<|end|>", "[INST]", "[/INST]")
 WORDS = (

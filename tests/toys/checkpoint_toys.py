@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.storage import atomic
+from draftworks.storage import files
 from draftworks.training import checkpoint_manager
 from draftworks.training.checkpoint_files import RECORD, read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
@@ -108,19 +108,19 @@ def break_phase(monkeypatch: pytest.MonkeyPatch, phase: str, error: BaseExceptio
         return
     if phase == "save_moments" and isinstance(error, OSError):  # it names the rank itself
         error = StoreError(f"rank 0: {error}")
-    module = atomic if phase == "fsync_tree" else checkpoint_manager
+    module = files if phase == "fsync_tree" else checkpoint_manager
     monkeypatch.setattr(module, phase, _raising(error))
 
 
 def break_renames(monkeypatch: pytest.MonkeyPatch, error: BaseException, chosen: Callable[[Path], bool]) -> None:
-    rename = atomic.os.replace
+    rename = files.os.replace
 
     def breaking(source: Path, target: Path) -> None:
         if chosen(Path(target)):
             raise error
         rename(source, target)
 
-    monkeypatch.setattr(atomic.os, "replace", breaking)
+    monkeypatch.setattr(files.os, "replace", breaking)
 
 
 def _raising(error: BaseException) -> Callable[..., Any]:

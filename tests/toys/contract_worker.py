@@ -16,8 +16,7 @@ from pathlib import Path
 
 from dagster_pipes import PipesContext, open_dagster_pipes
 
-from draftworks.distributed.parent_death import end_with_parent
-from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
+from draftworks.distributed.stop_signals import Interrupted, end_with_parent, raise_on_stop
 from draftworks.programs.failure import leave_error_file
 from draftworks.programs.heartbeat import Heartbeat
 

@@ -12,8 +12,8 @@ from draftworks.decision.deciding import Decider
 from draftworks.decision.record import Decision
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import of_eval_set
 from draftworks.storage.identity import digest
+from draftworks.storage.names import of_eval_set
 from draftworks.targets.training_data import identify_eval_data
 
 HOUR = {"seconds": 3600.0, "world_size": 2}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftworks.config.budget import BudgetSpec
-from draftworks.config.decision import DecisionSpec
+from draftworks.config.operations import BudgetSpec, DecisionSpec
 from draftworks.decision.answers import Answers
 from draftworks.decision.budget import Charge, Correction, Ledger, Outcome
 from draftworks.decision.queue import FleetState, Step, TargetState, plan_actions

@@ -17,7 +17,7 @@ from draftworks.drafts.draft_io import save_draft
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.files import publish_json
 
 VOCAB, HIDDEN, DRAFT_VOCAB, LAYERS = 40, 16, 24, 8
 LLAMA3_ROPE = {

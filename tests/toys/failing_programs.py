@@ -6,10 +6,10 @@ import os
 import runpy
 import zlib
 
-from draftworks.capture import sound_capture
+from draftworks.capture import verify
 from draftworks.errors import CaptureError
 
-_verify = sound_capture.verify_capture
+_verify = verify.verify_capture
 
 
 def verify(config, sample_id, *more) -> None:
@@ -19,5 +19,5 @@ def verify(config, sample_id, *more) -> None:
 
 
 if __name__ == "__main__":
-    sound_capture.verify_capture = verify
+    verify.verify_capture = verify
     runpy.run_module(os.environ["PROGRAM"], run_name="__main__", alter_sys=True)

@@ -9,7 +9,7 @@ import numpy as np
 from fleet_simulation import FleetYear, Member
 from fleet_world import RANKS, Training
 
-from draftworks.config.budget import BudgetSpec
+from draftworks.config.operations import BudgetSpec
 from draftworks.decision.answers import Answer, Answers, Hold
 from draftworks.decision.budget import HOUR_S, WEEK_S, Charge, Correction, Ledger, Outcome
 from draftworks.decision.queue import Action, FleetState, Step, TargetState, plan_actions

@@ -58,7 +58,7 @@ from typing import Any
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, bootstrap_interval
-from draftworks.service.record import InService
+from draftworks.service.register import InService
 
 
 def describe_promotion(

@@ -11,7 +11,7 @@ from fleet_acting import Acting
 from fleet_outcome import Outcome
 from fleet_simulation import FleetYear, Settings
 
-from draftworks.config.budget import BudgetSpec
+from draftworks.config.operations import BudgetSpec
 
 GPU_HOURS_PER_TARGET = 4.0
 """Weekly budget: enough for one training in six weeks of each target, so that a change of many makes a queue."""

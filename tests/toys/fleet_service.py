@@ -18,8 +18,7 @@ from fleet_world import ToyTarget
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
-from draftworks.service.record import EvalFigures, InService, ServedDraft
-from draftworks.service.register import ServiceRegister
+from draftworks.service.register import EvalFigures, InService, ServedDraft, ServiceRegister
 from draftworks.service.rule import (
     Compared,
     Margins,

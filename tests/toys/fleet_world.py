@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from fleet_truth import Draft, EvalSet, true_value
 
-from draftworks.config.decision import DecisionSpec
+from draftworks.config.operations import DecisionSpec
 from draftworks.config.service import ServiceSpec
 from draftworks.targets.registry import HELDOUT
 

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import of_eval_set
 from draftworks.storage.identity import digest
+from draftworks.storage.names import of_eval_set
 from draftworks.targets.training_data import identify_eval_data
 from resources.workspace import Workspace
 

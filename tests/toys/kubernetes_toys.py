@@ -11,7 +11,7 @@ from fake_kubelet import FakeCluster
 from fake_kubernetes import write_kubeconfig
 from waiting import wait_until
 
-from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
+from draftworks.config.launchers import KubernetesLauncherSpec
 from resources.kubernetes_scheduler import KubernetesScheduler, make_scheduler
 from resources.scheduler import JobRequest, SeenJob
 from resources.torch_job import JobState, RunDir, TorchJob

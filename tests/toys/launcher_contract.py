@@ -22,8 +22,8 @@ from contract_worker import FAILURE
 from waiting import wait_until
 
 from draftworks.config.launchers import parse_launcher
-from resources.bookmark import Bookmark
 from resources.job_claims import JobClaim
+from resources.job_messages import Bookmark
 from resources.torch_job import JobIdentity, TorchJob
 from resources.torch_launcher import JobResult, TorchLauncher
 

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftworks.config.notifications import NotificationSpec
-from draftworks.endpoints.json_post import Posted
-from draftworks.notifications.bookmark import Bookmark
+from draftworks.config.operations import NotificationSpec
 from draftworks.notifications.channels import Channels
-from draftworks.notifications.event import Event
-from draftworks.notifications.looking import keep_new_events
+from draftworks.notifications.outbox import Event
+from draftworks.notifications.records import Bookmark, keep_new_events
+from draftworks.service.json_post import Posted
 
 WHEN = "2026-05-01T12:00:00+00:00"
 

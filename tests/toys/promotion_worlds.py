@@ -16,9 +16,8 @@ import numpy as np
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
 from draftworks.evaluation.report.paired_slices import PairedSlice, examine_slice
-from draftworks.service.record import EvalFigures
-from draftworks.service.rule import Compared, Margins, Ranked, Verdict, judge_eval_set
-from draftworks.service.slice_rule import judge_slices
+from draftworks.service.register import EvalFigures
+from draftworks.service.rule import Compared, Margins, Ranked, Verdict, judge_eval_set, judge_slices
 
 TOKENS_PER_PASS = 6
 POPULATION = 10_000

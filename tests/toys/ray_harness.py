@@ -10,7 +10,7 @@ from launcher_harnesses import LocalHarness, find_processes
 from ray_cluster import RayCluster
 from waiting import find_now, wait_until
 
-from draftworks.config.ray_launcher import RayLauncherSpec
+from draftworks.config.launchers import RayLauncherSpec
 from resources.ray_scheduler import RayScheduler
 from resources.scheduler_launcher import SchedulerLauncher
 

@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from draftworks.distributed.parent_death import end_with_parent
-from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
+from draftworks.distributed.stop_signals import Interrupted, end_with_parent, raise_on_stop
 from draftworks.programs.failure import leave_error_file
 
 

@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 
 from draftworks.storage.artifacts import ArtifactStore
-from draftworks.storage.asset_names import DATASET, TARGET_MODEL
+from draftworks.storage.names import DATASET, TARGET_MODEL
 from resources.workspace import Workspace
 from spec_assets import common, recipes, reports
 

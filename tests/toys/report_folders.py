@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import write_tokens
+from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import Resampling

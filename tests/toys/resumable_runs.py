@@ -16,8 +16,7 @@ from training_toys import ToyStrategy, eval_loader, ragged_samples, train_loader
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.features.contracts import FeatureStore, TrainBatch
-from draftworks.training.best import BestRule
-from draftworks.training.checkpoint_manager import CheckpointManager
+from draftworks.training.checkpoint_manager import BestRule, CheckpointManager
 from draftworks.training.history import History
 from draftworks.training.trainer import Persistence, Trainer
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from features_toys import toy_ref, toy_tensors
 
-from draftworks.config.retention import RetentionSpec
+from draftworks.config.operations import RetentionSpec
 from draftworks.config.run_files import StoreSpec
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import FeatureSetIdentity, write_feature_set
-from draftworks.retention.place import Place
+from draftworks.retention.removable import Place
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 
 WEIGHTS = "0123456789abcdef"

@@ -17,7 +17,7 @@ from typing import Any
 from ports import reserve_port
 from waiting import HANG_S, wait_until
 
-from draftworks.config.object_storage import BucketAccess
+from draftworks.config.features import BucketAccess
 from draftworks.storage.object_store import ObjectStorageError, ObjectStore
 
 BUCKET = "drafts"

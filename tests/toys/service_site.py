@@ -12,8 +12,7 @@ import numpy as np
 import yaml
 
 from draftworks.data.conversations import Scalar
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import write_tokens
+from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import Resampling
@@ -24,12 +23,11 @@ from draftworks.evaluation.result import EvalResult
 from draftworks.export.names import GATE_MEANINGS
 from draftworks.programs.service_commands import open_service
 from draftworks.service.promotion import Request, Service
-from draftworks.service.record import InService
-from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
-from draftworks.storage.asset_names import of_eval_set, of_strategy
-from draftworks.storage.atomic import publish_json
+from draftworks.service.register import InService
+from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult, FileManifest
+from draftworks.storage.files import publish_json
 from draftworks.storage.identity import digest
-from draftworks.storage.manifest import FileManifest
+from draftworks.storage.names import of_eval_set, of_strategy
 from draftworks.targets.registry import Registry
 
 ACCURACY = EvalResult(30.0, 10.0, 40, {"acc_corrects": (8.0, 4.0), "acc_denoms": (10.0, 8.0)})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.service.record import EvalFigures, InService, ServedDraft
+from draftworks.service.register import EvalFigures, InService, ServedDraft
 
 TARGET, STRATEGY = "small", "eagle3"
 WEIGHTS_OF_TARGET = "0123456789abcdef"

@@ -17,9 +17,9 @@ from waiting import HANG_S
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.capture.engines.sglang_hosts import ManagedHost
+from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.sglang import SGLangSpec
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.storage.identity import LayerTap

@@ -10,18 +10,16 @@ import numpy as np
 from service_site import ACCURACY, ServiceSite
 
 from draftworks.data.conversations import Conversation, Turn, write_conversations
-from draftworks.data.slice_weights import WEIGHTS_FILE, SlicePlan, save_plan
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import write_tokens
+from draftworks.data.slices import WEIGHTS_FILE, SlicePlan, save_plan
+from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import PROMPTS, REPORT
 from draftworks.evaluation.report.tables import build_prompts_table, publish_table
-from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.atomic import publish_json
-from draftworks.storage.manifest import FileManifest
+from draftworks.storage.artifacts import Artifact, BuildResult, FileManifest
+from draftworks.storage.files import publish_json
 
 PROMPTS_PER_LANGUAGE = 60
 TARGET = "small"

@@ -21,7 +21,7 @@ from network_namespaces import LOOPBACK, Host
 from ports import reserve_ports
 from waiting import wait_until
 
-from draftworks.distributed.parent_death import build_shim_command
+from draftworks.distributed.stop_signals import build_shim_command
 
 UNPACKED = Path(__file__).resolve().parents[2] / ".cluster" / "root"
 NODES = ("n1", "n2")

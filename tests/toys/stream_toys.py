@@ -18,6 +18,7 @@ from draftworks.capture.engine import TargetEngine
 from draftworks.capture.plan import StreamPlan, make_refs, make_set_identity
 from draftworks.capture.session import capture_features
 from draftworks.config.capture import CaptureSpec
+from draftworks.config.features import StreamFollower, StreamingSpec
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import (
     CaptureRun,
@@ -28,9 +29,7 @@ from draftworks.config.run_files import (
     TargetFiles,
     TrainRun,
 )
-from draftworks.config.streaming import StreamFollower, StreamingSpec
-from draftworks.data.token_rows import TokenRow
-from draftworks.data.tokenized import TokenizedSet, write_tokens
+from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.features.open_store import open_store

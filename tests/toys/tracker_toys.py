@@ -9,8 +9,7 @@ from pathlib import Path
 from draftworks.config.trackers import TrackersSpec
 from draftworks.evaluation.result import EvalResult
 from draftworks.training.history import EvalPoint, TrainPoint
-from draftworks.training.trackers.open import TrackedDraft, make_trackers, report_to
-from draftworks.training.trackers.tracker import Outcome, TrackedRun
+from draftworks.training.tracking import Outcome, TrackedDraft, TrackedRun, make_trackers, report_to
 
 RESULT = EvalResult(20.0, 10.0, 30, {"acc_corrects": (5.0, 2.0), "acc_denoms": (10.0, 8.0)})
 TOTAL = 40

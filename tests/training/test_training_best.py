@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError
 from draftworks.evaluation.result import WALK_METRIC
-from draftworks.training.best import BestRecord, BestRule
-from draftworks.training.checkpoint_manager import CheckpointManager
+from draftworks.training.checkpoint_manager import BestRecord, BestRule, CheckpointManager
 
 FINITE = st.floats(-1e6, 1e6)
 LOSS = "eval/avg_loss"

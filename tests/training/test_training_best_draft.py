@@ -10,7 +10,7 @@ from resumable_runs import STEPS, ResumableRun, assert_bit_equal, assert_same_tr
 
 from draftworks.drafts.draft_io import read_weights
 from draftworks.errors import StoreError
-from draftworks.training.best import BestRecord
+from draftworks.training.checkpoint_manager import BestRecord
 from draftworks.training.snapshot import WEIGHTS
 from draftworks.training.trainer import Trainer
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError, StoreError
+from draftworks.storage.artifacts import list_files
 from draftworks.storage.identity import digest
-from draftworks.storage.manifest import list_files
 from draftworks.training.checkpoint_files import (
     RECORD,
     CheckpointFolder,

@@ -9,8 +9,7 @@ import torch
 from training_toys import HIDDEN, ToyStrategy, eval_loader, ragged_samples, train_loader
 
 from draftworks.config.registry_files import TrainingSpec
-from draftworks.training.compiling import compile_blocks
-from draftworks.training.trainer import Trainer
+from draftworks.training.trainer import Trainer, compile_blocks
 
 CPU = torch.device("cpu")
 SPEC = TrainingSpec(global_batch_size=4, max_steps=3, lr=0.02, compute_dtype="float32")

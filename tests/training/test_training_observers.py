@@ -11,9 +11,15 @@ from PIL import Image
 from tracker_toys import RESULT, make_point
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.training.history import EvalPoint, History
-from draftworks.training.observers import ProgressReport, TensorBoardLog, estimate_remaining_s
-from draftworks.training.plots import draw_training_figure, render_training_plot
+from draftworks.training.history import (
+    EvalPoint,
+    History,
+    ProgressReport,
+    TensorBoardLog,
+    draw_training_figure,
+    estimate_remaining_s,
+    render_training_plot,
+)
 
 
 @pytest.fixture

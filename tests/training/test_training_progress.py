@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftworks.errors import StoreError
-from draftworks.training.progress import TrainingProgress
+from draftworks.training.resume import TrainingProgress
 
 HERE = Path("checkpoint")
 

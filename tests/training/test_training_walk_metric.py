@@ -13,8 +13,7 @@ from training_toys import eval_loader, train_loader
 
 from draftworks.evaluation.ladder.replay import replay
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC
-from draftworks.training.best import BestRule
-from draftworks.training.checkpoint_manager import CheckpointManager
+from draftworks.training.checkpoint_manager import BestRule, CheckpointManager
 from draftworks.training.trainer import Persistence, Trainer
 
 WALKED = SPEC.model_copy(update={"best_metric": WALK_METRIC})

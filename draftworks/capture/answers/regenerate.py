@@ -16,22 +16,21 @@ from typing import Any
 
 from draftworks.capture.answers.answer_sets import (
     MissingAnswers,
+    SharedAnswers,
     open_kept_answers,
     publish_answers,
     read_asked,
     require_enough,
 )
-from draftworks.capture.answers.answerers import Answerer, EngineAnswerer, converse
-from draftworks.capture.answers.dialogue import Dialogue
+from draftworks.capture.answers.dialogue import Answerer, Dialogue, EngineAnswerer, converse
 from draftworks.capture.answers.record_file import RecordFile
-from draftworks.capture.answers.shared import SharedAnswers
 from draftworks.capture.background import run_in_background
+from draftworks.capture.batch_notes import Progress, ProgressCallback
 from draftworks.capture.engine import TargetEngine
-from draftworks.capture.progress import Progress, ProgressCallback
 from draftworks.config.run_files import RegenerateRun
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
-from draftworks.data.rejected import RejectedSample, check_rejected
+from draftworks.data.raw_rows import RejectedSample, check_rejected
 from draftworks.errors import CaptureError, DataError
 
 WINDOW = 16

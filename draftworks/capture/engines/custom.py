@@ -16,7 +16,7 @@ from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, EngineError
 from draftworks.storage.identity import EngineIdentity, LayerTap
-from draftworks.storage.suggestions import suggest
+from draftworks.storage.words import suggest
 
 
 def load_custom_engine(

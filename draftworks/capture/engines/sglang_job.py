@@ -8,23 +8,249 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
-from draftworks.capture.engines.sglang_balancing import BalancedHost
+from draftworks.capture.answers.load_balancer import CircuitBreaker, LoadBalancer
+from draftworks.capture.background import run_in_background
 from draftworks.capture.engines.sglang_hosts import GenerateClient, ManagedHost, SGLangHost
 from draftworks.errors import DraftworksError, EngineError
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
+from draftworks.sglang.environment import SGLANG_VERSIONS
 from draftworks.sglang.job_servers import JobServers, ServerAddress, ServerSlot
-from draftworks.sglang.parts import PartSource
+from draftworks.sglang.parts import AnsweredRequest, Part, PartSource, is_captured
 from draftworks.sglang.spool import SpoolSource
+
+_CLOSE_AGAIN_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class BalancedHost(SGLangHost):
+    """Several servers that run the same target and capture the same layers, used as one host.
+
+    Args:
+        hosts: the servers; `close` closes them.
+        spool: folder of the servers' own spools, or the one to which all of them write.
+        max_outstanding: largest number of requests that one server has at a time.
+        can_restart: whether the hosts' own `revive` restarts a server that has ended. It is then called for a server
+            that failed too often, while the others go on, and for all servers when none is left.
+        new_breaker: makes the circuit breaker of each server.
+        peers: servers that others start, also after a failure; they get requests like `hosts`.
+        peers_are_far: whether peers get requests only while none of `hosts` has room for them.
+
+    Raises:
+        EngineError: the servers capture different layers.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[SGLangHost],
+        spool: Path,
+        max_outstanding: int,
+        can_restart: bool,
+        new_breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
+        peers: Sequence[SGLangHost] = (),
+        peers_are_far: bool = False,
+    ) -> None:
+        self.layer_ids = _require_common_layers(hosts)
+        self.spool = spool
+        self.replicas = len(hosts)
+        self.version = next((host.version for host in hosts if host.version not in SGLANG_VERSIONS), hosts[0].version)
+        self.client = _BalancedClient(self)
+        self._hosts = tuple(hosts)
+        self._peers = tuple(peers)
+        self._can_restart = can_restart
+        self._closing = False
+        everyone = (*hosts, *peers)
+        named = {f"server {number} of {len(everyone)}": host for number, host in enumerate(everyone, start=1)}
+        far = self._peers if peers_are_far else ()
+        self._balancer = LoadBalancer(named, max_outstanding, new_breaker, self._note_open, far)
+        self._lock = threading.RLock()
+        self._answered_by: dict[str, SGLangHost] = {}
+        self._asked: dict[str, list[SGLangHost]] = {}
+        self._restarting: dict[SGLangHost, Future[DraftworksError | None]] = {}
+
+    def list_members(self) -> Sequence[SGLangHost]:
+        return self._hosts
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(host.client.url for host in self._hosts)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Return answers in the order of the requests, which are divided among the servers by their tokens.
+
+        Raises:
+            EngineError: the engine was closed; and the errors of `LoadBalancer.run`.
+        """
+        if self._closing:
+            raise EngineError("SGLang cannot be used any more: the engine was closed")
+        shares = balance([len(request.input_ids) for request in requests], self.replicas)
+        if len(shares) == 1:
+            return self._generate(requests)
+        futures = [run_in_background(self._generate, [requests[index] for index in share]) for share in shares]
+        wait(futures)  # for all of them: no file may appear in the spool after an error
+        answers: list[Generation | None] = [None] * len(requests)
+        for share, future in zip(shares, futures, strict=True):
+            for index, answer in zip(share, future.result(), strict=True):
+                answers[index] = answer
+        return [answer for answer in answers if answer is not None]
+
+    def take_parts(self, requests: Sequence[AnsweredRequest]) -> list[list[Part]]:
+        """Return the parts of each request from the server that answered it."""
+        with self._lock:
+            hosts = [self._answered_by[request.request_id] for request in requests]
+        found: dict[str, list[Part]] = {}
+        for host in dict.fromkeys(hosts):
+            own = [request for request, answered_by in zip(requests, hosts, strict=True) if answered_by is host]
+            found.update(zip((request.request_id for request in own), host.take_parts(own), strict=True))
+        return [found[request.request_id] for request in requests]
+
+    def discard_parts(self, request_ids: Sequence[str]) -> None:
+        """Discard them at every server that was asked: one that failed may have written some before another answered."""
+        with self._lock:
+            for request_id in request_ids:
+                self._answered_by.pop(request_id, None)
+            asked = {host for request_id in request_ids for host in self._asked.pop(request_id, ())}
+        for source in {id(host.source or host): host.get_source() for host in asked}.values():
+            source.discard(request_ids)
+
+    def measure_room(self) -> int:
+        return self._hosts[0].measure_room()
+
+    def revive(self, error: EngineError) -> None:
+        """Make the servers usable after all of them failed and the caller has waited.
+
+        Servers that Draftworks started are restarted, and this method waits for them; external ones are only made
+        available for requests again.
+
+        Raises:
+            EngineError: none of the servers could be restarted.
+        """
+        if not self._can_restart:
+            log.warning("%s\nTrying all servers again", error)
+            self._balancer.reopen()
+            return
+        with self._lock:
+            if self._balancer.has_sound_server:
+                return  # since the failed request, a server has come back or answered others
+            restarts = [future for host in self._hosts if (future := self._begin_restart(host, error)) is not None]
+        failures = [failure for future in restarts if (failure := future.result()) is not None]
+        if len(failures) == len(restarts):
+            reasons = "\n".join(f"  {failure}" for failure in failures) or "  the engine was closed"
+            raise EngineError(f"none of {self.replicas} servers could be restarted:\n{reasons}")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            restarts = tuple(self._restarting.values())
+        close_all(self._hosts, restarts)
+
+    def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        captured = [request.request_id for request in requests if is_captured(request.request_id)]
+
+        def generate_on(host: SGLangHost) -> list[Generation]:
+            with self._lock:
+                for request_id in captured:
+                    self._asked.setdefault(request_id, []).append(host)
+            answers = host.client.generate(requests)
+            with self._lock:
+                self._answered_by.update((request_id, host) for request_id in captured)
+            return answers
+
+        return self._balancer.run(generate_on, len(requests))
+
+    def _note_open(self, host: SGLangHost, error: EngineError) -> None:
+        if self._can_restart and host in self._hosts:
+            self._begin_restart(host, error)
+
+    def _begin_restart(self, host: SGLangHost, error: EngineError) -> Future[DraftworksError | None] | None:
+        """Start the restart of a server and return its future: a failure, or None on success.
+
+        Concurrent calls share one restart. After `close` no restart begins, and the method returns None.
+        """
+        with self._lock:
+            if self._closing:
+                return None
+            if host not in self._restarting:
+                self._balancer.hold(host)
+                self._restarting[host] = run_in_background(self._restart, host, error)
+            return self._restarting[host]
+
+    def _restart(self, host: SGLangHost, error: EngineError) -> DraftworksError | None:
+        restarted = False
+        try:
+            host.revive(error)
+            restarted = True
+        except DraftworksError as failure:
+            log.error("a server could not be restarted: %s", failure)
+            return failure
+        finally:
+            with self._lock:  # together: no thread may see the server as neither usable nor being restarted
+                if restarted:
+                    self._balancer.reopen(host)
+                self._balancer.release(host)
+                del self._restarting[host]
+        return None
+
+
+class _BalancedClient:
+    """Client of a `BalancedHost`, with the interface of one server's client."""
+
+    def __init__(self, host: BalancedHost) -> None:
+        self._host = host
+
+    @property
+    def url(self) -> str:
+        return ", ".join(self._host.urls)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        return self._host.generate(requests)
+
+
+def close_all(hosts: Sequence[SGLangHost], starting: Sequence[Future[Any]]) -> None:
+    """Close all hosts while some are still starting; servers that come up meanwhile are closed too."""
+    while True:
+        for host in hosts:
+            host.close()
+        if not wait(starting, _CLOSE_AGAIN_S).not_done:
+            break  # while a host is starting, the process that `close` has to stop may not exist yet
+    for host in hosts:
+        host.close()
+
+
+def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
+    """Return the indices of the weights in at most `shares` groups of about the same sum.
+
+    No group is empty, except the only group if there are no weights.
+    """
+    groups: list[list[int]] = [[] for _ in range(max(min(shares, len(weights)), 1))]
+    sums = [0] * len(groups)
+    for index in sorted(range(len(weights)), key=lambda each: -weights[each]):
+        lightest = sums.index(min(sums))
+        groups[lightest].append(index)
+        sums[lightest] += weights[index]
+    return groups
+
+
+def _require_common_layers(hosts: Sequence[SGLangHost]) -> tuple[int, ...]:
+    layer_ids = {host.layer_ids for host in hosts}
+    if len(layer_ids) > 1:
+        each = "; ".join(f"{host.client.url}: {list(host.layer_ids)}" for host in hosts)
+        raise EngineError(
+            f"servers that share the work have to capture the same layers, found {each}. Start all of them with the "
+            "same --return-aux-hidden-state-layer-ids"
+        )
+    return layer_ids.pop()
+
 
 LOOK_S = 1.0
 """Seconds between two looks at this rank's servers and at the addresses of the others'."""
 _RESTART_AGAIN_S = 30.0
 """Seconds after which a server that could not be started again is tried once more."""
-
-log = logging.getLogger(__name__)
 
 
 class PeerHost(SGLangHost[GenerateClient]):

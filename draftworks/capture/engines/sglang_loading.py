@@ -19,11 +19,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import EnginePlace, make_engine_identity
 from draftworks.capture.engines.hf import find_decoder_layers
-from draftworks.capture.engines.sglang_balancing import BalancedHost, close_all
 from draftworks.capture.engines.sglang_engine import EMBEDDINGS, SGLangEngine
-from draftworks.capture.engines.sglang_hosts import EmbeddedHost, ExternalHost, ManagedHost, SGLangHost
-from draftworks.capture.engines.sglang_job import JobHost
-from draftworks.capture.engines.sglang_server_checks import probe_server, require_server
+from draftworks.capture.engines.sglang_hosts import (
+    EmbeddedHost,
+    ExternalHost,
+    ManagedHost,
+    SGLangHost,
+    probe_server,
+    require_server,
+)
+from draftworks.capture.engines.sglang_job import BalancedHost, JobHost, close_all
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError

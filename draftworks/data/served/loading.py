@@ -17,20 +17,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.data import ServedSpec
 from draftworks.config.registry_files import DatasetSpec
-from draftworks.config.served import ServedSpec
 from draftworks.data.conversations import ANSWER, QUARANTINE_FILE, Conversation, Turn, digest_turns
 from draftworks.data.raw_rows import Rejection
-from draftworks.data.served.hook_identity import digest_hook
-from draftworks.data.served.redaction import HookRow, redact_rows
-from draftworks.data.served.secrets import REVISION, find_secret, mask_text
+from draftworks.data.served.redaction import REVISION, HookRow, digest_hook, find_secret, mask_text, redact_rows
 from draftworks.data.served.shapes import ServedPrompt, ShapeError, parse_served
-from draftworks.data.slice_columns import SOURCE, THINKING, add_slice_columns
+from draftworks.data.slices import SOURCE, THINKING, add_slice_columns
 from draftworks.data.sources import find_dataset_files
 from draftworks.errors import DataError
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import open_regular, parse_json, publish_file
 from draftworks.storage.identity import FileDigests
-from draftworks.storage.regular_files import open_regular, parse_json
 
 SHOWN_REJECTIONS = 3
 MAX_BATCH_BYTES = 32 << 20

@@ -17,26 +17,27 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from draftworks.config.validation import describe_validation_error
+from draftworks.config.strict_yaml import describe_validation_error
 from draftworks.errors import StoreError
 from draftworks.evaluation.cache.eval_config import EvalConfig
-from draftworks.storage.atomic import (
+from draftworks.storage.artifacts import FileManifest, FileRecord, list_files
+from draftworks.storage.file_lock import hold_lock
+from draftworks.storage.files import (
     ASIDE,
+    MAX_JSON_BYTES,
     STAGED,
     FolderMissing,
+    describe_changes,
     make_sibling_path,
     move_aside,
+    read_bytes,
     read_undisturbed,
     remove,
     replace_folder,
     sweep,
 )
-from draftworks.storage.changes import describe_changes
-from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import digest
 from draftworks.storage.lease import Lease
-from draftworks.storage.manifest import FileManifest, FileRecord, list_files
-from draftworks.storage.regular_files import MAX_JSON_BYTES, read_bytes
 
 SCHEMA_VERSION = 1
 META = "eval_cache_meta.json"

@@ -15,14 +15,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from draftworks.config.decoding import Decoding
-from draftworks.config.validation import describe_validation_error
+from draftworks.config.strict_yaml import describe_validation_error
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.storage.atomic import publish_json
-from draftworks.storage.changes import describe_changes
+from draftworks.storage.files import MAX_JSON_BYTES, describe_changes, publish_json, read_bytes
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import MAX_JSON_BYTES, read_bytes
 
 SCHEMA_VERSION = 1
 

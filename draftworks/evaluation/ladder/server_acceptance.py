@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any
 
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.replay import find_answer_spans
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
-from draftworks.sglang.server_counters import SpeculatedAnswer
+from draftworks.sglang.speculation import SpeculatedAnswer
 
 SERVER_METRIC = "rung6_server_acc_len"
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from draftworks.config.decoding import GREEDY, AcceptanceRule, Decoding
-from draftworks.config.server_rules import describe_servers
+from draftworks.config.decoding import GREEDY, AcceptanceRule, Decoding, describe_servers
 from draftworks.errors import ConfigError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import (

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from draftworks.config.decoding import GREEDY
-from draftworks.config.server_rules import describe_servers
+from draftworks.config.decoding import GREEDY, describe_servers
 from draftworks.evaluation.acceptance_length import (
     NAME,
     NOTE,

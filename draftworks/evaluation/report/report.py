@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
+from draftworks.config.data import AnswersSampling
 from draftworks.config.decoding import Decoding
-from draftworks.config.responses import AnswersSampling
 from draftworks.errors import ConfigError
 from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from draftworks.config.decoding import RULE_MEANINGS, AcceptanceRule, Decoding
-from draftworks.config.responses import AnswersSampling
-from draftworks.config.server_rules import describe_servers
+from draftworks.config.data import AnswersSampling
+from draftworks.config.decoding import RULE_MEANINGS, AcceptanceRule, Decoding, describe_servers
 from draftworks.evaluation.strategy_metrics import ACCEPTANCE_RATES
 
 RATES_RULE: AcceptanceRule = "rejection"

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from draftworks.data.slice_columns import SLICE_COLUMNS
-from draftworks.data.slice_weights import DEFAULT_MAX_WEIGHT, SlicePlan, SliceWeight, compute_weight
+from draftworks.data.slices import DEFAULT_MAX_WEIGHT, SLICE_COLUMNS, SlicePlan, SliceWeight, compute_weight
 from draftworks.errors import DataError
 from draftworks.evaluation.acceptance_length import SYMBOL, format_change, format_length
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean

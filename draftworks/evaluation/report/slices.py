@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from draftworks.data.slice_columns import LENGTH
+from draftworks.data.slices import LENGTH
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.positions import PromptsByPosition, describe_range

@@ -9,12 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.data import AnswersSampling
 from draftworks.config.decoding import AcceptanceRule, Decoding
-from draftworks.config.responses import AnswersSampling
 from draftworks.errors import DataError, DraftworksError, StoreError
 from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
-from draftworks.storage.manifest import FileManifest
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.artifacts import FileManifest
+from draftworks.storage.files import read_json
 
 SCHEMA_VERSION = 2
 REPORT, MARKDOWN = "report.json", "report.md"

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.report.findings import WALK_AT, Finding, list_counted_rungs, list_position_rungs
-from draftworks.storage.atomic import publish_file
+from draftworks.storage.files import publish_file
 
 if TYPE_CHECKING:
     import pandas as pd

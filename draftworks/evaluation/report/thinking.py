@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from draftworks.config.mix import OFF, ON, THINKING
+from draftworks.config.data import OFF, ON, THINKING
 from draftworks.data.conversations import Scalar
-from draftworks.data.slice_columns import THINKING_PAIR
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.slices import THINKING_PAIR
+from draftworks.data.tokenized import TokenRow
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, sum_histograms
 from draftworks.evaluation.ladder.statistics import (

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from draftworks.config.mix import OFF, ON
-from draftworks.data.equal_sets import MIXED
+from draftworks.config.data import OFF, ON
+from draftworks.data.tokenized import MIXED
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.relative_loss import SeedPair, judge_relative_loss
 from draftworks.evaluation.ladder.statistics import (

@@ -18,7 +18,7 @@ from draftworks.evaluation.report.findings import WALK
 from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
 from draftworks.evaluation.report.tables import PromptsByRung, read_prompts, select_walk_by_position
 from draftworks.storage.artifacts import Artifact, ArtifactStore
-from draftworks.storage.asset_names import of_eval_set
+from draftworks.storage.names import of_eval_set
 from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import HELDOUT
 

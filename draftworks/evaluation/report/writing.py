@@ -25,8 +25,8 @@ from draftworks.evaluation.report.tables import (
     publish_table,
     select_slices_to_show,
 )
-from draftworks.storage.atomic import publish_file, publish_json
-from draftworks.storage.manifest import FileManifest
+from draftworks.storage.artifacts import FileManifest
+from draftworks.storage.files import publish_file, publish_json
 
 
 def save_report(report: Report, folder: Path) -> None:

@@ -1,17 +1,39 @@
-"""What a deployment reaches: object storage, schedulers, and the environment variables that its files name."""
+"""What a deployment reaches: folders, Dagster, object storage, schedulers, secrets; and what was left behind."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
+from uuid import uuid4
 
 from pydantic import BaseModel
 
 from draftworks.errors import DraftworksError
-from draftworks.preflight.installation.probes import Line
-from draftworks.preflight.object_storage import find_storage_problems, list_storage_places
-from draftworks.preflight.schedulers import find_refused_jobs, list_scheduler_users
+from draftworks.preflight.installation.machine_probes import Line
+from draftworks.preflight.services import (
+    find_refused_jobs,
+    find_storage_problems,
+    list_scheduler_users,
+    list_storage_places,
+)
+from draftworks.preflight.streams import find_existing
+from draftworks.storage.artifacts import LOCK, PARTIAL, POINTER, RECORD, SCHEMA_VERSION
+from draftworks.storage.files import read_json
+from draftworks.storage.lease import LeasePath, LeaseState
+from draftworks.storage.shared_folder import MAX_SKEW_S, REFUSED_SKEW_S, find_mount, measure_clock_lead
 from draftworks.storage.words import format_count, list_names
 from draftworks.targets.registry import Registry
 
@@ -101,3 +123,265 @@ def _iterate_variables(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _iterate_variables(value, key)
     elif isinstance(values, str) and values and key.endswith(_VARIABLE_SUFFIX):
         yield key, values
+
+
+DAGSTER = "dagster"
+PROGRAM = "jobs.instance_report"
+
+
+def probe_dagster(registry: Path, env: Mapping[str, str], checkout: Path, limit_s: float) -> Iterator[Line]:
+    """Yield the lines of `python -m jobs.instance_report`; those that it wrote in time, where it takes too long."""
+    started = time.monotonic()
+    with TemporaryFile() as out, TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, str(registry)],
+            env=dict(env),
+            cwd=checkout,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+        )
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = None
+        out.seek(0)
+        errors.seek(0)
+        lines = [line for line in map(_parse, out.read().decode(errors="replace").splitlines()) if line is not None]
+        last = (errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
+    yield from lines
+    if code is None:
+        todo = "is its database, or this machine, busy? dagster instance info shows the instance"
+        waited = time.monotonic() - started
+        yield Line(DAGSTER, "warning", f"instance and code location were not looked at within {waited:.0f} s", todo)
+    elif code:
+        yield Line(
+            DAGSTER, "problem", f"Dagster cannot be looked at: {last}", "look at: python -m jobs.instance_report"
+        )
+
+
+def _parse(text: str) -> Line | None:
+    """Return a line of the program; None for what libraries print."""
+    try:
+        return Line(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+LEFTOVERS, STORES = "leftovers", "stores"
+SILENT_S = 600.0
+"""A lease of another host that was not renewed for so long is stale: it is renewed every few seconds."""
+OLD_S = 7 * 24 * 3600.0
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+def probe_leftovers(var: Path) -> Iterator[Line]:
+    """Yield locks of processes that are gone, and interrupted results that nothing has continued for a week."""
+    counted, silent = Counter[LeaseState](), []
+    for lock in sorted(var.glob(f"*/*/{LOCK}")):
+        with suppress(OSError):
+            state = LeasePath(lock).look()
+            counted[state] += 1
+            if state is LeaseState.WATCHED and _seconds_since_change(lock) > SILENT_S:
+                silent.append(f"{lock} ({LeasePath(lock).describe_holder()})")
+    if silent:
+        todo = "nothing if that host is gone: the next run waits a minute, then takes them over; else look at the host"
+        yield Line(LEFTOVERS, "warning", f"locks that another host has not renewed: {list_names(silent)}", todo)
+    ended = counted[LeaseState.ENDED]
+    taken = f"{ended} of processes that are gone, which the next run takes over" if ended else "none of a dead process"
+    yield Line(LEFTOVERS, "ok", f"locks: {counted[LeaseState.HELD]} held on this machine, {taken}")
+    old = [path for path in var.glob(f"*/*/*{PARTIAL}") if _seconds_since_change(path) > OLD_S]
+    if old:
+        todo = "run the same job again to go on with them, or remove them: draftworks prune --yes"
+        names = list_names(path.relative_to(var) for path in sorted(old))
+        yield Line(
+            LEFTOVERS, "warning", f"{format_count(len(old), 'result')}, interrupted more than a week ago: {names}", todo
+        )
+
+
+def probe_stores(var: Path) -> Iterator[Line]:
+    """Yield results and feature stores that another version of Draftworks wrote."""
+    if not var.is_dir():
+        yield Line(STORES, "ok", f"{var}: nothing was made yet")
+        return
+    current, others, damaged = 0, [], []
+    for pointer in sorted(var.glob(f"*/*/{POINTER}")):
+        current += 1
+        try:
+            record = pointer.parent / str(read_json(pointer)["digest"]) / RECORD
+            version = read_json(record)["schema"]
+        except (OSError, ValueError, KeyError, TypeError):
+            damaged.append(str(pointer.parent.relative_to(var)))
+            continue
+        if version != SCHEMA_VERSION:
+            others.append(f"{record.relative_to(var)} (schema {version})")
+    if others:
+        todo = "use the version of Draftworks that wrote them, or run the jobs again"
+        yield Line(STORES, "problem", f"expected schema {SCHEMA_VERSION}, found others: {list_names(others)}", todo)
+    if damaged:
+        todo = "run the jobs that make them again"
+        yield Line(STORES, "problem", f"results whose record cannot be read: {list_names(damaged)}", todo)
+    if not others and not damaged:
+        yield Line(STORES, "ok", f"{current} current results, all of this version")
+    named = [path.name for path in sorted((var / "feature_store").glob("*/")) if _is_named_store(path)]
+    if named:
+        found = f"feature stores of an earlier version, by target name: {list_names(named)}"
+        yield Line(STORES, "ok", f"{found}; they are joined to the present ones when next used")
+
+
+def _is_named_store(path: Path) -> bool:
+    return not path.is_symlink() and _DIGEST.fullmatch(path.name) is None
+
+
+def _seconds_since_change(path: Path) -> float:
+    """Return how long ago a folder, or the newest entry in it, was changed."""
+    try:
+        newest = max([path.stat().st_mtime, *(one.stat().st_mtime for one in path.iterdir())])
+    except OSError:
+        return 0.0
+    return time.time() - newest
+
+
+DISK, PERMISSIONS, CLOCKS = "disk", "permissions", "clocks"
+PREFIX = ".doctor-"
+"""Begin of the names of the files that are tried with."""
+LEAST_BYTES = 1 << 30
+"""With less free a run would fail before long."""
+LOW_BYTES = 20 << 30
+"""A checkpoint or a shard of features of a large target may not fit any more."""
+LEAST_FILES = 10_000
+LOW_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class WrittenFolder:
+    """A folder that runs write to.
+
+    Attributes:
+        name: what a user calls it, such as `var`.
+        is_needed: whether every run writes to it.
+    """
+
+    name: str
+    path: Path
+    is_needed: bool = True
+
+
+def list_written_folders(registry: Registry, env: Mapping[str, str], checkout: Path) -> list[WrittenFolder]:
+    """Return `var`, the feature store, DAGSTER_HOME and the caches of libraries."""
+    found = [WrittenFolder("DAGSTER_HOME", Path(env.get("DAGSTER_HOME") or checkout / ".dagster"))]
+    with suppress(DraftworksError):  # another probe says what is wrong with the deployment
+        deployment = registry.load_deployment()
+        found.insert(0, WrittenFolder("var", registry.resolve_path(deployment.var)))
+        if deployment.features.root is not None:
+            found.insert(1, WrittenFolder("feature store", registry.resolve_path(deployment.features.root)))
+    hub = env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    return [*found, WrittenFolder("Hugging Face cache", Path(hub), is_needed=False)]
+
+
+def probe_disk(folder: WrittenFolder) -> Iterator[Line]:
+    """Yield how much is free in a folder, and what is low."""
+    existing = find_existing(folder.path)
+    usage, stats = shutil.disk_usage(existing), os.statvfs(existing)
+    free = f"{folder.name} {folder.path}: {usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB free"
+    todo = "draftworks usage shows what takes room, draftworks prune --yes removes what nothing in use was made from"
+    if stats.f_files and stats.f_favail < LEAST_FILES:
+        yield Line(DISK, "problem", f"{folder.name} {folder.path}: room for {stats.f_favail:,} more files", todo)
+    if usage.free < LEAST_BYTES:
+        yield Line(DISK, "problem" if folder.is_needed else "warning", free, todo)
+    elif usage.free < LOW_BYTES or usage.free < LOW_SHARE * usage.total:
+        yield Line(DISK, "warning", free, todo)
+    else:
+        yield Line(DISK, "ok", free)
+
+
+def probe_permissions(folder: WrittenFolder) -> Iterator[Line]:
+    """Try in a folder what runs do there: write, rename over a file, lock, link. Nothing of it stays."""
+    where, existing = f"{folder.name} {folder.path}", find_existing(folder.path)
+    state = "problem" if folder.is_needed else "warning"
+    if not existing.is_dir():
+        todo = "move the file away, or name another folder"
+        yield Line(PERMISSIONS, state, f"{where}: {existing} is a file, not a folder", todo)
+        return
+    trial = existing / f"{PREFIX}{uuid4().hex}"
+    try:
+        missing = _try_writing(trial)
+    except OSError as error:
+        todo = f"give user {os.getuid()} the right to write to {existing}, mount it writable, or name another folder"
+        yield Line(PERMISSIONS, state, f"{where}: cannot be written to: {error.strerror or error}", todo)
+        return
+    finally:
+        for path in existing.glob(f"{trial.name}*"):
+            with suppress(OSError):
+                path.unlink()
+    mount = find_mount(existing)
+    kind = "" if mount is None else f" ({mount.kind})"
+    later = "" if folder.path.is_dir() else f"; does not exist yet, can be made in {existing}"
+    if missing:
+        todo = "use another file system: two runs could write the same result"
+        yield Line(PERMISSIONS, "problem", f"{where}{kind}: no {', no '.join(missing)}", todo)
+    else:
+        yield Line(PERMISSIONS, "ok", f"{where}{kind}: writable, with atomic rename and locks{later}")
+    if folder.name == "DAGSTER_HOME" and mount is not None and mount.is_shared:
+        todo = "use a local folder, or Postgres (docs/how-to/deployment.md)"
+        yield Line(PERMISSIONS, "warning", f"{where}: SQLite on {mount.kind} may be damaged by two hosts", todo)
+
+
+def probe_clock_of_folder(folder: WrittenFolder) -> Iterator[Line]:
+    """Compare this host's clock with that of the server of a folder that other hosts may mount."""
+    existing = find_existing(folder.path)
+    mount = find_mount(existing)
+    if mount is None or not mount.is_shared:
+        return
+    trial = existing / f"{PREFIX}{uuid4().hex}"
+    try:
+        ahead_s = measure_clock_lead(trial, "")
+    except OSError:
+        return  # the probe of permissions says so
+    finally:
+        with suppress(OSError):
+            trial.unlink(missing_ok=True)
+    found = f"this host is {ahead_s:+.1f} s from the server of {folder.name} ({mount.kind})"
+    if abs(ahead_s) <= MAX_SKEW_S:
+        yield Line(CLOCKS, "ok", found)
+    else:
+        todo = f"set the clocks by NTP: more than {REFUSED_SKEW_S:.0f} s between the hosts of a job is refused"
+        yield Line(CLOCKS, "problem" if abs(ahead_s) > REFUSED_SKEW_S else "warning", found, todo)
+
+
+def _try_writing(trial: Path) -> list[str]:
+    """Write a file, then try rename, locks and links with it; return what does not work. Raises OSError if it cannot."""
+    other, missing = trial.with_name(f"{trial.name}-old"), list[str]()
+    trial.write_bytes(b"new" * 1000)
+    other.write_bytes(b"old")
+    os.replace(trial, other)
+    if trial.exists() or other.read_bytes()[:3] != b"new":
+        missing.append("atomic rename")
+    if not _is_lock_exclusive(other):
+        missing.append("locks (flock)")
+    handle = os.open(other, os.O_RDWR)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        missing.append("locks (fcntl, for SQLite)")
+    finally:
+        os.close(handle)
+    return missing
+
+
+def _is_lock_exclusive(path: Path) -> bool:
+    """Whether a second handle is refused a lock that a first one holds."""
+    first, second = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+    except OSError:
+        return False
+    finally:
+        os.close(first)
+        os.close(second)

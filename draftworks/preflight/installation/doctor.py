@@ -10,11 +10,10 @@ from pathlib import Path
 
 from draftworks.config.launchers import LOCAL
 from draftworks.errors import DraftworksError
-from draftworks.preflight.installation import deployment_probes, folders, leftover_probes, machine_probes
-from draftworks.preflight.installation.dagster_probe import probe_dagster
-from draftworks.preflight.installation.probes import Line, Probe, run_probes
-from draftworks.preflight.installation.versions import probe_versions
-from draftworks.storage.masking import mask_secrets
+from draftworks.preflight.installation import deployment_probes, machine_probes
+from draftworks.preflight.installation.deployment_probes import probe_dagster
+from draftworks.preflight.installation.machine_probes import Line, Probe, probe_versions, run_probes
+from draftworks.storage.words import mask_secrets
 from draftworks.targets.registry import Registry
 
 LIMIT_S = 14.0
@@ -53,23 +52,29 @@ class Installation:
     def list_probes(self, ask_s: float) -> Sequence[Probe]:
         """Return all probes; those that start a process give it `ask_s` seconds."""
         registry = self.registry
-        written = folders.list_written_folders(registry, self.env, self.checkout)
+        written = deployment_probes.list_written_folders(registry, self.env, self.checkout)
         return [
             Probe("versions", lambda: probe_versions(self.checkout)),
             Probe("registry", lambda: deployment_probes.probe_registry(registry)),
-            *(Probe(folders.DISK, lambda each=each: folders.probe_disk(each)) for each in written),
-            *(Probe(folders.PERMISSIONS, lambda each=each: folders.probe_permissions(each)) for each in written),
+            *(Probe(deployment_probes.DISK, lambda each=each: deployment_probes.probe_disk(each)) for each in written),
+            *(
+                Probe(deployment_probes.PERMISSIONS, lambda each=each: deployment_probes.probe_permissions(each))
+                for each in written
+            ),
             Probe("gpu", lambda: machine_probes.probe_gpu(ask_s)),
             Probe("sglang", lambda: machine_probes.probe_sglang(registry, ask_s)),
             Probe("dagster", lambda: probe_dagster(registry.root, self.env, self.checkout, ask_s)),
             Probe("clocks", lambda: machine_probes.probe_clock(self._has_other_hosts())),
-            *(Probe(folders.CLOCKS, lambda each=each: folders.probe_clock_of_folder(each)) for each in written),
+            *(
+                Probe(deployment_probes.CLOCKS, lambda each=each: deployment_probes.probe_clock_of_folder(each))
+                for each in written
+            ),
             Probe("object storage", lambda: deployment_probes.probe_object_storage(registry, ask_s)),
             Probe("schedulers", lambda: deployment_probes.probe_schedulers(registry, ask_s)),
             Probe("secrets", lambda: deployment_probes.probe_variables(registry, self.env)),
             Probe("processes", machine_probes.probe_orphans),
-            Probe("leftovers", lambda: leftover_probes.probe_leftovers(registry.resolve_var_folder())),
-            Probe("stores", lambda: leftover_probes.probe_stores(registry.resolve_var_folder())),
+            Probe("leftovers", lambda: deployment_probes.probe_leftovers(registry.resolve_var_folder())),
+            Probe("stores", lambda: deployment_probes.probe_stores(registry.resolve_var_folder())),
         ]
 
     def _has_other_hosts(self) -> bool:

@@ -1,4 +1,4 @@
-"""This machine: GPUs, PyTorch's CUDA, SGLang's environment, clock synchronization, the port of the UI, orphan processes.
+"""This machine: versions, GPUs, SGLang's environment, clocks, the port of the UI, orphan processes.
 
 Neither torch nor SGLang is imported here: their own processes are asked.
 """
@@ -6,18 +6,93 @@ Neither torch nor SGLang is imported here: their own processes are asked.
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
+import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from draftworks.errors import DraftworksError
-from draftworks.preflight.installation.probes import Line
 from draftworks.sglang.environment import FIRST_CAPTURING, PROGRAM_LIBRARIES, SGLANG_VERSIONS
 from draftworks.storage.words import list_names
 from draftworks.targets.registry import Registry
+
+State = Literal["ok", "warning", "problem"]
+_CORRECT_FIRST = "correct that, then run draftworks doctor again: it looks at this area too"
+_UNEXPECTED = "look whether this user may read what is named there; if so, please report this line"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at.
+
+    Attributes:
+        area: such as `disk` or `dagster`.
+        todo: what to do about it; empty where there is nothing to do.
+    """
+
+    area: str
+    state: State
+    found: str
+    todo: str = ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A look at one area, which changes nothing but for files that it removes again."""
+
+    area: str
+    look: Callable[[], Iterable[Line]]
+
+
+@dataclass
+class _Outcome:
+    lines: list[Line] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+def run_probes(probes: Sequence[Probe], limit_s: float) -> list[Line]:
+    """Run all probes at once and return their lines, in the order of the probes.
+
+    A probe that has not ended after `limit_s`, or that raises, is one warning: another machine may hang, and the other
+    probes are of use all the same.
+    """
+    outcomes = [_Outcome() for _ in probes]
+    for probe, outcome in zip(probes, outcomes):
+        # A daemon: one that hangs in a system call does not keep the command from ending.
+        threading.Thread(target=_run, args=(probe, outcome), name=f"probe {probe.area}", daemon=True).start()
+    deadline = time.monotonic() + limit_s
+    return [line for probe, outcome in zip(probes, outcomes) for line in _collect(probe, outcome, deadline, limit_s)]
+
+
+def _run(probe: Probe, outcome: _Outcome) -> None:
+    try:
+        for line in probe.look():
+            outcome.lines.append(line)
+    except Exception as error:
+        # An error of a registry file is a problem of its own line, and several probes run into it.
+        is_known = isinstance(error, DraftworksError)
+        reason = str(error).partition("\n")[0] if is_known else repr(error)
+        todo = _CORRECT_FIRST if is_known else _UNEXPECTED
+        outcome.lines.append(Line(probe.area, "warning", f"could not be looked at: {reason}", todo))
+    outcome.ended.set()
+
+
+def _collect(probe: Probe, outcome: _Outcome, deadline: float, limit_s: float) -> Iterator[Line]:
+    in_time = outcome.ended.wait(max(0.0, deadline - time.monotonic()))
+    yield from list(outcome.lines)
+    if not in_time:
+        todo = "look whether a disk, a network or a server hangs; run it again when the machine is less busy"
+        yield Line(probe.area, "warning", f"no answer within {limit_s:.0f} s", todo)
+
 
 GPU, SGLANG, CLOCKS, PORTS, PROCESSES = "gpu", "sglang", "clocks", "ports", "processes"
 NVIDIA_SMI = "nvidia-smi"
@@ -186,3 +261,107 @@ def probe_orphans() -> Iterator[Line]:
         yield Line(PROCESSES, "warning", f"programs without a parent: {', '.join(found)}", todo)
     else:
         yield Line(PROCESSES, "ok", "no orphan programs")
+
+
+AREA = "versions"
+DISTRIBUTION = "draftworks"
+_SHOWN = ("torch", "dagster", "transformers")
+
+
+@dataclass(frozen=True)
+class SupportedVersions:
+    """What a checkout says of versions.
+
+    Attributes:
+        python: range of Python, such as ">=3.11".
+        required: ranges of the core's libraries by name, such as ">=1.13,<1.14".
+        optional: the same of extras, by extra.
+        tested: exact versions by normalized name.
+    """
+
+    python: str
+    required: Mapping[str, str]
+    optional: Mapping[str, Mapping[str, str]]
+    tested: Mapping[str, str]
+
+    @classmethod
+    def read(cls, checkout: Path) -> SupportedVersions:
+        """Read pyproject.toml and constraints.txt of a checkout. Raises OSError or ValueError if one cannot be read."""
+        project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+        lines = (checkout / "constraints.txt").read_text().splitlines()
+        pins = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
+        extras = project.get("optional-dependencies", {})
+        return cls(
+            project["requires-python"],
+            _parse_requirements(project["dependencies"]),
+            {extra: _parse_requirements(texts) for extra, texts in extras.items()},
+            {_normalize(name): version.split(";")[0].strip() for name, _, version in pins},
+        )
+
+
+def probe_versions(checkout: Path) -> Iterator[Line]:
+    """Yield a line for Python, for the main libraries, and for each library outside of its range."""
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        supported = SupportedVersions.read(checkout)
+    except (OSError, ValueError, KeyError) as error:
+        yield Line(AREA, "warning", f"supported versions are not known: {error}", "install Draftworks from a checkout")
+        return
+    python = platform.python_version()
+    if python in SpecifierSet(supported.python):
+        yield Line(AREA, "ok", f"Python {python} ({sys.executable})")
+    else:
+        yield Line(
+            AREA,
+            "problem",
+            f"Python {python}: expected {supported.python}",
+            "make the environment again: make clean; make",
+        )
+    found = {name: _find_version(name) for name in supported.required}
+    shown = [f"{name} {found[name]}" for name in _SHOWN if found.get(name)]
+    yield Line(AREA, "ok", f"libraries: {', '.join(shown)}")
+    for name, expected in supported.required.items():
+        yield from _judge(name, expected, found[name], f"pip install -c constraints.txt -e {checkout}", required=True)
+    for extra, ranges in supported.optional.items():
+        for name, expected in ranges.items():
+            todo = f"pip install -c constraints.txt -e '{checkout}[{extra}]'"
+            yield from _judge(name, expected, _find_version(name), todo, required=False)
+    yield from _compare_with_tested(supported)
+
+
+def _judge(name: str, expected: str, found: str | None, todo: str, required: bool) -> Iterator[Line]:
+    from packaging.specifiers import SpecifierSet
+
+    if found is None and required:
+        yield Line(AREA, "problem", f"{name}: expected {expected}, found none", todo)
+    elif found is not None and not SpecifierSet(expected).contains(found, prereleases=True):
+        yield Line(AREA, "problem", f"{name} {found}: expected {expected}", todo)
+
+
+def _compare_with_tested(supported: SupportedVersions) -> Iterator[Line]:
+    """Yield one line about libraries whose version is supported but not the tested one. Local parts (+cpu) do not count."""
+    others = []
+    for name in supported.required:
+        found, tested = _find_version(name), supported.tested.get(_normalize(name))
+        if found is not None and tested is not None and found.partition("+")[0] != tested.partition("+")[0]:
+            others.append(f"{name} {found} (tested: {tested})")
+    if others:
+        yield Line(AREA, "ok", f"supported, but not the versions of the tests: {', '.join(others)}")
+
+
+def _find_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _parse_requirements(texts: list[str]) -> dict[str, str]:
+    from packaging.requirements import Requirement
+
+    return {found.name: str(found.specifier) for found in map(Requirement, texts)}
+
+
+def _normalize(name: str) -> str:
+    return name.split("[")[0].strip().lower().replace("_", "-").replace(".", "-")

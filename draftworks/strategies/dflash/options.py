@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_mask_token, parse_taps, spread_taps
+from draftworks.config.draft_options import LayerOptions, check_mask_token, parse_taps, spread_taps
 from draftworks.config.strategies import (
     ExportSpec,
     FitDefault,

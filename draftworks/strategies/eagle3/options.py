@@ -6,10 +6,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_served_heads, choose_eagle_taps, fit_draft_vocabulary
+from draftworks.config.draft_options import (
+    LayerOptions,
+    TeacherOptions,
+    check_served_heads,
+    choose_eagle_taps,
+    fit_draft_vocabulary,
+)
 from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, TargetSizes, register_strategy
-from draftworks.config.teacher_options import TeacherOptions
 from draftworks.storage.identity import LayerTap
 
 

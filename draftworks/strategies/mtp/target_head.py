@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import read_json
 from draftworks.storage.words import list_names
 from draftworks.strategies.mtp.head_names import DEEPSEEK_KINDS, QWEN_KINDS, HeadNames, stack_experts
-from draftworks.targets.model_files import ModelFiles
+from draftworks.targets.safetensors_headers import ModelFiles
 from draftworks.targets.weights import read_model_config
 
 _LAYER_SETTINGS = {

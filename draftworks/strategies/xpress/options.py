@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
+from draftworks.config.draft_options import TeacherOptions
 from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, allow_packing, register_strategy
-from draftworks.config.teacher_options import TeacherOptions
 from draftworks.strategies.dflash.options import FITTED, DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
 
 

@@ -21,7 +21,7 @@ from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Turn, write_conversations
-from draftworks.data.slice_columns import ask_both_ways
+from draftworks.data.slices import ask_both_ways
 from draftworks.errors import ConfigError, DataError, EngineError
 
 KEY = "sk-very-secret-1234"

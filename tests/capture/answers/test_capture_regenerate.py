@@ -16,8 +16,8 @@ from waiting import HANG_S
 
 from draftworks.capture.answers.answer_sets import CONVERSATIONS, find_answers_file
 from draftworks.capture.answers.regenerate import regenerate
+from draftworks.capture.batch_notes import Progress
 from draftworks.capture.engine import KNOWN_BACKENDS
-from draftworks.capture.progress import Progress
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer

@@ -16,7 +16,7 @@ from coverings import gate_or_long
 from test_capture_regenerate import conversation, make_run
 
 from draftworks.capture.answers.answer_sets import find_answers_file
-from draftworks.capture.answers.answerers import Answerer, EngineAnswerer
+from draftworks.capture.answers.dialogue import Answerer, EngineAnswerer
 from draftworks.capture.answers.regenerate import find_max_sample_length, help_to_regenerate, regenerate
 from draftworks.capture.engine import load_engine
 from draftworks.config.run_files import RegenerateRun, TargetFiles

@@ -13,7 +13,7 @@ from draftworks.capture.answers.regenerate import regenerate_with
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn, read_conversations
-from draftworks.data.slice_columns import ask_both_ways
+from draftworks.data.slices import ask_both_ways
 
 THOUGHTS = tuple(f"<think>\nI see part {number}.\n</think>\n\nIt is number {number}." for number in range(3))
 PLAIN = tuple(f"It is number {number}." for number in range(3))

@@ -18,7 +18,7 @@ from draftworks.capture.plan import StreamPlan, make_refs
 from draftworks.capture.session import capture_features
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec, TargetSpec
 from draftworks.config.run_files import CaptureRun, RegenerateRun, TargetFiles
-from draftworks.config.validation import parse_spec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.open_store import open_store

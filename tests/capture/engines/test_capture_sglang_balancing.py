@@ -13,15 +13,15 @@ import torch
 from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang
 from waiting import HANG_S
 
+from draftworks.capture.answers.load_balancer import CircuitBreaker
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
-from draftworks.capture.engines.sglang_balancing import BalancedHost, balance
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.capture.engines.sglang_hosts import ExternalHost, SGLangHost
+from draftworks.capture.engines.sglang_job import BalancedHost, balance
+from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.sglang import SGLangSpec
-from draftworks.endpoints.circuit_breaker import CircuitBreaker
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
 from draftworks.storage.identity import LayerTap

@@ -19,9 +19,9 @@ from waiting import HANG_S
 
 from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
 from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.storage.identity import LayerTap
 

@@ -10,9 +10,9 @@ import torch
 from fake_sglang import fake_sglang, part_of
 
 from draftworks.capture.engine import EnginePlace, load_engine
+from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import EngineError
 from draftworks.sglang.parts import make_request_id
 from draftworks.sglang.spool import write_part

@@ -10,11 +10,11 @@ import torch
 from fake_sglang import HIDDEN, VOCAB, fake_sglang, server_info
 
 from draftworks.capture.engine import EnginePlace, load_engine
-from draftworks.capture.engines.sglang_server_checks import require_server
+from draftworks.capture.engines.sglang_hosts import require_server
+from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.sglang import SGLangSpec
-from draftworks.config.validation import parse_spec
+from draftworks.config.strict_yaml import parse_spec
 from draftworks.errors import ConfigError, EngineError
 from draftworks.sglang.client import SGLangClient
 from draftworks.storage.identity import LayerTap

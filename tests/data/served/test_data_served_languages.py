@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.served.languages import detect_language
+from draftworks.data.slices import detect_language
 
 SENTENCES = {
     "en": "What is the difference between a list and a tuple, and when do you use which?",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import HANG_S
 
-from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenRow
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.server_acceptance import (
@@ -20,7 +20,7 @@ from draftworks.evaluation.ladder.server_acceptance import (
     compare_with_walk,
 )
 from draftworks.evaluation.ladder.statistics import Resampling
-from draftworks.sglang.server_counters import SpeculatedAnswer
+from draftworks.sglang.speculation import SpeculatedAnswer
 
 RESAMPLING = Resampling(resamples=200)
 LIMITS = DecodingLimits(8)

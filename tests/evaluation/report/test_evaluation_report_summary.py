@@ -17,7 +17,7 @@ from draftworks.evaluation.labels import Exactness, LabelCounts
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import REPORT, ReportSummary, RungScore
-from draftworks.storage.atomic import publish_json
+from draftworks.storage.files import publish_json
 
 
 def summary_of(report: Report, folder: Path) -> ReportSummary:

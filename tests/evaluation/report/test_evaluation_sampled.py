@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from report_toys import full_report, prompts, result
 
+from draftworks.config.data import AnswersSampling
 from draftworks.config.decoding import GREEDY, Decoding
-from draftworks.config.responses import AnswersSampling
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.report.markdown import render_report
 from draftworks.evaluation.report.report import Report

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S, growing_limits
 
-from draftworks.preflight.installation.dagster_probe import probe_dagster
+from draftworks.preflight.installation.deployment_probes import probe_dagster
 
 GOOD = '{"area": "dagster", "state": "ok", "found": "the storage answers", "todo": ""}'
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.preflight.installation.folders import (
+from draftworks.preflight.installation.deployment_probes import (
     WrittenFolder,
     list_written_folders,
     probe_clock_of_folder,
@@ -101,10 +101,10 @@ def test_a_clock_that_differs_from_that_of_a_shared_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, state: str
 ):
     """The folder counts as one of a network; its server gives every file a time that is `ahead_s` behind."""
-    from draftworks.preflight.installation import folders
-    from draftworks.storage.file_systems import Mount as MountedAt
+    from draftworks.preflight.installation import deployment_probes
+    from draftworks.storage.shared_folder import Mount as MountedAt
 
-    monkeypatch.setattr(folders, "find_mount", lambda path: MountedAt(tmp_path, "nfs4"))
+    monkeypatch.setattr(deployment_probes, "find_mount", lambda path: MountedAt(tmp_path, "nfs4"))
     stat = Path.stat
 
     def behind(path: Path, **given):

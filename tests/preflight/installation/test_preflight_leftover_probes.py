@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from retention_toys import make_result
 
-from draftworks.preflight.installation.leftover_probes import OLD_S, probe_leftovers, probe_stores
-from draftworks.preflight.installation.probes import Line
+from draftworks.preflight.installation.deployment_probes import OLD_S, probe_leftovers, probe_stores
+from draftworks.preflight.installation.machine_probes import Line
 from draftworks.storage.lease import LeasePath
 
 

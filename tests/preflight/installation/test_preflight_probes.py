@@ -7,7 +7,7 @@ import threading
 from waiting import HANG_S, growing_limits
 
 from draftworks.errors import ConfigError
-from draftworks.preflight.installation.probes import Line, Probe, run_probes
+from draftworks.preflight.installation.machine_probes import Line, Probe, run_probes
 
 
 def test_a_probe_that_hangs_is_a_warning_and_keeps_nobody_waiting():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.preflight.installation.versions import SupportedVersions, probe_versions
+from draftworks.preflight.installation.machine_probes import SupportedVersions, probe_versions
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 

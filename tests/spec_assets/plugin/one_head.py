@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from draftworks.config.option_checks import parse_taps
+from draftworks.config.draft_options import parse_taps
 from draftworks.strategies import StrategyOptions, StrategySpec, register_strategy
 
 

@@ -26,7 +26,7 @@ from draftworks.evaluation.ladder.replay import forward_with_replay, replay_all
 from draftworks.evaluation.reported_metrics import make_example_metrics
 from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors
-from draftworks.storage.regular_files import read_json
+from draftworks.storage.files import read_json
 from draftworks.strategies.mtp.options import MTP
 from draftworks.strategies.mtp.reader import read_target_mtp
 

@@ -12,12 +12,16 @@ from waiting import HANG_S
 from draftworks.config.trackers import TrackersSpec
 from draftworks.distributed.stop_signals import Interrupted
 from draftworks.errors import ConfigError
-from draftworks.training.history import EvalPoint
-from draftworks.training.scalars import list_eval_scalars, list_train_scalars
-from draftworks.training.trackers.background import BackgroundTracker, describe_problem
-from draftworks.training.trackers.open import make_trackers, report_to
-from draftworks.training.trackers.sent_steps import SentSteps
-from draftworks.training.trackers.tracker import Outcome, flatten_parameters
+from draftworks.training.history import EvalPoint, list_eval_scalars, list_train_scalars
+from draftworks.training.tracking import (
+    BackgroundTracker,
+    Outcome,
+    SentSteps,
+    describe_problem,
+    flatten_parameters,
+    make_trackers,
+    report_to,
+)
 
 
 class Session:
@@ -102,7 +106,7 @@ def test_a_tracker_that_cannot_be_opened_is_one_warning(tmp_path: Path) -> None:
 def test_a_tracker_that_hangs_holds_up_neither_steps_nor_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftworks.training.trackers.open.INTERRUPTED_CLOSE_S", 0.05)
+    monkeypatch.setattr("draftworks.training.tracking.INTERRUPTED_CLOSE_S", 0.05)
     warnings: list[str] = []
     released = threading.Event()
 

@@ -15,8 +15,7 @@ import pytest
 from tracker_toys import RESULT, make_draft, make_point, report_session, report_two_sessions
 
 from draftworks.config.trackers import TrackersSpec
-from draftworks.training.history import EvalPoint
-from draftworks.training.scalars import list_eval_scalars, list_train_scalars
+from draftworks.training.history import EvalPoint, list_eval_scalars, list_train_scalars
 
 pytestmark = pytest.mark.trackers
 NAMES = {*list_train_scalars(make_point(1)), *list_eval_scalars(EvalPoint(1, 1.0, RESULT))}
