@@ -54,8 +54,7 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
 
     def build(out: Path) -> BuildResult:
         if target.mix is not None:
-            from draftworks.data.prepare import prepare_mix
-            from draftworks.data.slices import SliceShares
+            from draftworks.data.prepare import SliceShares, prepare_mix
 
             sources, plan = load_training_datasets(target, registry), load_slice_plan(target, registry)
             shares = SliceShares.of(target.mix.shares)

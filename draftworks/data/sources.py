@@ -16,7 +16,7 @@ from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.strict_yaml import load_yaml
 from draftworks.config.urls import HubFiles, ObjectFiles, is_url, parse_dataset_url
-from draftworks.data.served.redaction import REVISION, digest_hook
+from draftworks.data.served.secrets import REVISION, digest_hook
 from draftworks.errors import DataError
 from draftworks.storage.files import publish_json, read_json
 from draftworks.storage.hub import fetch_dataset_file, list_dataset_files

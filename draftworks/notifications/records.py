@@ -16,7 +16,7 @@ from draftworks.errors import StoreError
 from draftworks.notifications.channels import Channels
 from draftworks.notifications.outbox import FOLDER, MAX_BYTES, Event
 from draftworks.service.register import FOLDER as SERVICE
-from draftworks.service.register import RECORD as IN_SERVICE
+from draftworks.service.register import REGISTER as IN_SERVICE
 from draftworks.service.register import InService, ServiceRegister
 from draftworks.service.rule import describe_figures
 from draftworks.storage.files import publish_json, read_json

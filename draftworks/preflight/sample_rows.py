@@ -14,13 +14,14 @@ from draftworks.capture.answers.dialogue import require_questions
 from draftworks.config.registry_files import DatasetSpec, TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer, OutsideVocabulary
-from draftworks.data.conversations import Conversation, Scalar, is_held_out, select
+from draftworks.data.conversations import Conversation, Scalar, select
 from draftworks.data.datasets import detect_kind
 from draftworks.data.formats import RowError, find_unread_keys, parse_conversation, parse_tokens, read_columns
 from draftworks.data.prepare import split_parts
 from draftworks.data.raw_rows import RawRow, is_json_list, read_rows
 from draftworks.data.served.loading import REJECTED, drop_beginnings, read_served
 from draftworks.data.sources import SERVED, find_dataset_files
+from draftworks.data.split import is_held_out
 from draftworks.data.tokenized import TokenRow
 from draftworks.data.tokenizing import encode_own_answers
 from draftworks.errors import DataError

@@ -10,9 +10,9 @@ from draftworks.config.data import ResponseSpec
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import list_strategies
-from draftworks.data.conversations import SPLIT_KEY
 from draftworks.data.slices import SlicePlan, read_plan
 from draftworks.data.sources import digest_dataset, find_dataset_files
+from draftworks.data.split import SPLIT_KEY
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.storage.identity import FileDigests, digest
 from draftworks.storage.names import HELDOUT

@@ -14,9 +14,9 @@ from served_toys import body, message, served, write_log
 
 from draftworks.config.registry_files import DatasetSpec, DataSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.data.conversations import Conversation, Turn, is_held_out, read_conversations
-from draftworks.data.prepare import prepare_conversations, prepare_eval_set, prepare_mix
-from draftworks.data.slices import SliceShares
+from draftworks.data.conversations import Conversation, Turn, read_conversations
+from draftworks.data.prepare import SliceShares, prepare_conversations, prepare_eval_set, prepare_mix
+from draftworks.data.split import is_held_out
 from draftworks.data.tokenized import TokenizedSet, TokenRow
 
 DATA = DataSpec(held_out_share=0.3)

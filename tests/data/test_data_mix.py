@@ -13,8 +13,8 @@ from thinking import thinking_target
 from draftworks.config.registry_files import DatasetSpec, DataSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import read_conversations
-from draftworks.data.prepare import keep_supervised_rows, prepare_eval_set, prepare_mix
-from draftworks.data.slices import WEIGHTS_FILE, SlicePlan, SliceShares, SliceWeight, read_plan
+from draftworks.data.prepare import SliceShares, keep_supervised_rows, prepare_eval_set, prepare_mix
+from draftworks.data.slices import WEIGHTS_FILE, SlicePlan, SliceWeight, read_plan
 from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.errors import ConfigError, DataError
 

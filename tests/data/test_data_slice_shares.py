@@ -7,16 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.config.registry_files import DataSpec
-from draftworks.data.conversations import Conversation, Turn, is_held_out
-from draftworks.data.prepare import choose_parts
-from draftworks.data.slices import (
-    THINKING_PAIR,
-    SlicePlan,
-    SliceShares,
-    SliceWeight,
-    read_asked_thinking,
-    select_shared,
-)
+from draftworks.data.conversations import Conversation, Turn
+from draftworks.data.prepare import SliceShares, choose_parts, select_shared
+from draftworks.data.slices import THINKING_PAIR, SlicePlan, SliceWeight, read_asked_thinking
+from draftworks.data.split import is_held_out
 from draftworks.errors import DataError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftworks.config.registry_files import DataSpec
-from draftworks.data.conversations import Conversation, Turn, is_held_out, select
+from draftworks.data.conversations import Conversation, Turn, select
 from draftworks.data.prepare import choose_parts
 from draftworks.data.slices import (
     LARGEST_WEIGHT,
@@ -20,6 +20,7 @@ from draftworks.data.slices import (
     save_plan,
     select_weighted,
 )
+from draftworks.data.split import is_held_out
 from draftworks.errors import ConfigError
 
 lengths = st.floats(0, 10)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.conversations import Conversation, Turn, hash_fraction, is_held_out, select
+from draftworks.data.conversations import Conversation, Turn, select
+from draftworks.data.split import hash_fraction, is_held_out
 
 ids = st.text(alphabet="0123456789abcdef", min_size=1, max_size=16)
 shares = st.floats(0, 1)

@@ -21,7 +21,8 @@ from draftworks.config.data import ServedSpec
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import ANSWER, QUARANTINE_FILE, Conversation, Turn, digest_turns
 from draftworks.data.raw_rows import Rejection
-from draftworks.data.served.redaction import REVISION, HookRow, digest_hook, find_secret, mask_text, redact_rows
+from draftworks.data.served.redaction import HookRow, redact_rows
+from draftworks.data.served.secrets import REVISION, digest_hook, find_secret, mask_text
 from draftworks.data.served.shapes import ServedPrompt, ShapeError, parse_served
 from draftworks.data.slices import SOURCE, THINKING, add_slice_columns
 from draftworks.data.sources import find_dataset_files
