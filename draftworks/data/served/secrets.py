@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftworks.config.served import RedactionSpec
+from draftworks.config.data import RedactionSpec
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import FileDigests, digest
 
