@@ -88,6 +88,7 @@ class PlainGroup(TyperGroup):
 def describe_misuse(error: ClickException) -> str:
     """Return what is wrong with a command line, and how it is meant to be."""
     said = re.sub(r"Input should be a valid (integer|number).*", _say_kind, error.format_message()).rstrip(".")
+    said = said.replace("Input should be", "expected a number")
     context = error.ctx if isinstance(error, UsageError) else None
     command = getattr(context, "command", None)
     options = [name for each in getattr(command, "params", ()) for name in each.opts if name.startswith("--")]
