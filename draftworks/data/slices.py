@@ -1,7 +1,4 @@
-"""Slices of conversations: the columns that name them (language and length among them), their weights and shares.
-
-They are known of a prompt before it is answered, so the same slices that a draft is measured on can be trained on.
-"""
+"""Slices of conversations: the columns that name them (language and length among them), their weights and shares."""
 
 from __future__ import annotations
 
@@ -14,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftworks.config.data import OFF, ON, THINKING
-from draftworks.data.conversations import Conversation, Scalar
 from draftworks.data.split import hash_fraction
 from draftworks.errors import ConfigError
 from draftworks.storage.files import publish_json, read_json
 from draftworks.storage.identity import digest
 
 if TYPE_CHECKING:
-    from draftworks.data.conversations import Conversation
+    from draftworks.data.conversations import Conversation, Scalar  # it imports pyarrow
 
 
 SCHEMA = 1

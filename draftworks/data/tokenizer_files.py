@@ -96,11 +96,13 @@ def find_eos_ids(target: TargetFiles, tokenizer: Any) -> tuple[int, ...]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what a tokenizer or template said, in a user's words."""
+    """Return the first line of what a tokenizer or template said, in a user's words; the last one after a heading."""
     if "trust_remote_code" in str(error):
         return "it needs code of its own, which is never run"
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return lines[-1].strip() if lines[0].endswith(":") else lines[0]
 
 
 class CpuTimeExceeded(BaseException):

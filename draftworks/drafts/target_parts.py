@@ -17,6 +17,7 @@ from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.targets.safetensors_headers import ModelFiles, TensorHeader, read_model_headers
 from draftworks.targets.stored_head import require_one_head, select_of_model
+from draftworks.targets.weights import read_model_config
 
 _OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "dim_model_base")
 """Config keys of models whose logits are not simply head times last hidden state."""
@@ -197,12 +198,9 @@ def _read_config(files: ModelFiles, may_be_plain: bool) -> Any:
     plain = read_plain_config(path) if may_be_plain else None
     if plain is not None:
         return plain
-    from transformers import AutoConfig
-
-    try:
-        whole = AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    whole = read_model_config(files.target)
+    if isinstance(whole, str):
+        raise ConfigError(f"{whole}: update transformers, or take another model")
     config = whole.get_text_config()
     own = [key for key in _OWN_HEAD_PATH if getattr(config, key, None) not in (None, 1, 1.0)]
     if own:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from draftworks.decision.answers import AnswerFile, Hold
 from draftworks.decision.record import FOLDER as DECISIONS
-from draftworks.decision.record import REGISTER as DECISION
+from draftworks.decision.record import RECORD as DECISION
 from draftworks.decision.record import Choice, Decision, read_decision_history
 from draftworks.errors import StoreError
 from draftworks.notifications.channels import Channels

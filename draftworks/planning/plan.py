@@ -20,6 +20,7 @@ from draftworks.storage.artifacts import Artifact
 from draftworks.storage.files import publish_file, read_json
 from draftworks.storage.identity import digest
 from draftworks.storage.names import TRAINING_FEATURES, require_name
+from draftworks.storage.words import suggest_or_list
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.training_data import find_training_files
 
@@ -143,7 +144,7 @@ def make_plan(
     for name in chosen:
         if name not in target.strategies:
             raise ConfigError(
-                f"target {target.name} does not use the strategy {name!r}; it uses: {', '.join(target.strategies)}"
+                f"target {target.name} does not use the strategy {name!r}; {suggest_or_list(name, target.strategies)}"
             )
     settings = {name: target.strategies[name].training for name in chosen} | dict(trainings or {})
     amounts = count_amounts(subject)

@@ -233,7 +233,7 @@ class Address:
         if status == NOT_FOUND:
             return None
         if status != httpx.codes.OK:
-            raise EngineError(f"{path}: status {status}: {self._hide(bytes(body[:_SHOWN]))}")
+            raise EngineError(f"{path}: status {status}: {self._hide(bytes(body[:_SHOWN_CHARACTERS]))}")
         try:
             return body.decode()
         except UnicodeDecodeError:

@@ -88,6 +88,7 @@ class PlainGroup(TyperGroup):
 def describe_misuse(error: ClickException) -> str:
     """Return what is wrong with a command line, and how it is meant to be."""
     said = re.sub(r"Input should be a valid (integer|number).*", _say_kind, error.format_message()).rstrip(".")
+    said = said.replace("Input should be", "expected a number")
     context = error.ctx if isinstance(error, UsageError) else None
     command = getattr(context, "command", None)
     options = [name for each in getattr(command, "params", ()) for name in each.opts if name.startswith("--")]
@@ -187,7 +188,7 @@ COMMANDS = {
         "Examine this installation: versions, disk, GPU, SGLang, permissions, Dagster, clocks, storage, secrets.",
         BEGIN,
     ),
-    "keys": CommandPlace("key_table", "keys", "List every key of a registry file: type, default, meaning.", BEGIN),
+    "keys": CommandPlace("keys", "keys", "List every key of a registry file: type, default, meaning.", BEGIN),
     "ui": CommandPlace("start", "ui", "Start the Dagster UI and daemon; Ctrl-C ends them.", BEGIN),
     "run": CommandPlace(
         "start",
@@ -223,13 +224,13 @@ COMMANDS = {
         "summary", "summary", "Show what exists for a target: every result, and the acceptance of its drafts.", SEE
     ),
     "leaderboard": CommandPlace(
-        "standings",
+        "summary",
         "leaderboard",
         "Show every draft of every target: acceptance, age, the best ever, what it is stale against. In a file, as Markdown.",
         SEE,
     ),
     "compare": CommandPlace(
-        "comparing",
+        "summary",
         "compare",
         "Compare two drafts: recipes, data, figures with paired intervals, slices, sizes and costs. Reads records only.",
         SEE,
@@ -265,32 +266,32 @@ COMMANDS = {
         SERVE,
     ),
     "decide": CommandPlace(
-        "decision_commands",
+        "service_commands",
         "decide",
         "Decide from the newest report whether the draft in service is kept, tuned or trained anew; starts nothing.",
         DECIDE,
     ),
     "decisions": CommandPlace(
-        "acting_commands",
+        "service_commands",
         "decisions",
         "List every decision with what it waits for, the most urgent first, and what is used of the budget.",
         DECIDE,
     ),
     "accept": CommandPlace(
-        "acting_commands",
+        "service_commands",
         "accept",
         "Answer the newest decision: what it calls for, or --choice, starts as soon as the budget allows.",
         DECIDE,
     ),
     "hold": CommandPlace(
-        "acting_commands",
+        "service_commands",
         "hold",
         "Start nothing for a target, whatever is decided or accepted, until it is released; what works goes on.",
         DECIDE,
     ),
-    "release": CommandPlace("acting_commands", "release", "End a hold.", DECIDE),
+    "release": CommandPlace("service_commands", "release", "End a hold.", DECIDE),
     "notify": CommandPlace(
-        "notify",
+        "observe",
         "notify",
         "Show the channels of `notifications` and what they are still to be told; with --test, try them.",
         DECIDE,

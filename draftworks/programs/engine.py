@@ -86,7 +86,7 @@ def _find_place(target: TargetSpec) -> tuple[int, Path]:
     """Return the port and spool folder of the entry's server."""
     server, where = target.capture.server, f"target {target.name}: capture.server"
     if target.capture.backend != "sglang_server" or server.url is None or server.spool is None:
-        raise ConfigError(f"{where}: expected backend sglang_server with url and spool. Write for example: {EXAMPLE}")
+        raise ConfigError(f"{where}: expected backend sglang_server, url and spool, such as {EXAMPLE}")
     place = urlsplit(server.url)
     if place.hostname not in (LOOPBACK, "localhost") or place.port is None or place.path.strip("/"):
         raise ConfigError(

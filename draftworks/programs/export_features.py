@@ -62,7 +62,9 @@ def write_speculators_features(
     """
     spec = registry.load_target(target)
     if strategy is None and len(spec.strategies) != 1:
-        raise ConfigError(f"target {target} has the strategies {sorted(spec.strategies)}: name one by --strategy")
+        raise ConfigError(
+            f"target {target} has the strategies {', '.join(sorted(spec.strategies))}: name one by --strategy"
+        )
     name = strategy or next(iter(spec.strategies))
     if name not in spec.strategies:
         raise ConfigError(f"target {target} has no strategy {name!r}; {suggest_or_list(name, sorted(spec.strategies))}")

@@ -42,6 +42,7 @@ RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry f
 DAGSTER_HOME = "DAGSTER_HOME"
 LOOPBACK = "127.0.0.1"
 PORTS_TRIED = 100
+LARGEST_PORT = 2**16 - 1
 SIGNAL_EXIT_BASE = 128
 
 
@@ -167,6 +168,8 @@ def build_dagster_environment() -> dict[str, str]:
 
 def require_free_port(port: int) -> None:
     """Raise ConfigError if the port of the loopback interface is in use; the message names a free one."""
+    if not 0 <= port <= LARGEST_PORT:
+        raise ConfigError(f"port: expected 1 to {LARGEST_PORT}, found {port}")
     if is_port_free(port):
         return
     free = next((other for other in range(port + 1, port + PORTS_TRIED) if is_port_free(other)), None)

@@ -279,7 +279,7 @@ class ServiceRegister:
                 raise StoreError(f"{self.folder}: a record of number {made.number} cannot follow")
             if current is not None:
                 self._archive(current)
-            _sweep(self.folder, f".{RECORD}.*.tmp")
+            _sweep(self.folder, f".{REGISTER}.*.tmp")
             lease.confirm()
             publish_json(self.folder / REGISTER, made.to_json())
             return made

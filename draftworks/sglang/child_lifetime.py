@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from multiprocessing import spawn
 from pathlib import Path
 
+from draftworks.distributed import stop_signals
 from draftworks.sglang.api_key import take_key_arguments
 
 
@@ -29,7 +30,7 @@ def tie_children_to_parent(folder: Path) -> Iterator[None]:
     """
     executable = spawn.get_executable()
     shim = folder / "python-tied-to-parent"
-    shim.write_text(f'#!/bin/sh\nexec {shlex.join([*parent_death.build_shim_command(), sys.executable])} "$@"\n')
+    shim.write_text(f'#!/bin/sh\nexec {shlex.join([*stop_signals.build_shim_command(), sys.executable])} "$@"\n')
     shim.chmod(0o755)
     spawn.set_executable(str(shim))
     try:

@@ -20,7 +20,8 @@ import psutil
 
 from draftworks.distributed import stop_signals
 from draftworks.errors import ConfigError, EngineError
-from draftworks.sglang import api_key, child_lifetime
+from draftworks.sglang import api_key
+from draftworks.sglang.child_lifetime import build_command
 from draftworks.sglang.environment import LAUNCHER_VARIABLES, link_package, require_capturing, require_version
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.speculation import Speculation
@@ -191,7 +192,7 @@ class SGLangServer:
         self.url = format_url(self._options.host, port)
         for folder in (self._folder, self._options.spool):
             folder.mkdir(parents=True, exist_ok=True)
-        launcher = child_lifetime.build_command(self._folder.resolve(), "sglang.launch_server")
+        launcher = build_command(self._folder.resolve(), "sglang.launch_server")
         command = [str(self._python), *launcher, *self._options.build_arguments(port)]
         self._process = self._starter.submit(self._spawn, command).result()
         try:

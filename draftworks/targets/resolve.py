@@ -225,7 +225,7 @@ def _fill_defaults(model: str, revision: str | None, config: dict[str, Any]) -> 
 
     try:
         text = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=False).get_text_config()
-    except (OSError, ValueError, KeyError):
+    except Exception:  # each configuration class may raise errors of its own
         return config  # the caller reports each missing field by name
     return {name: getattr(text, name, None) for name in _SHAPE} | {k: v for k, v in config.items() if v is not None}
 

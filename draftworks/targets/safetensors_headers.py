@@ -212,8 +212,8 @@ def read_model_headers(target: TargetFiles) -> ModelHeaders:
     elsewhere = sorted(name for name, file in index.items() if file != WEIGHTS and name in whole)
     if elsewhere:
         raise StoreError(
-            f"{files.where}: {len(elsewhere)} tensors are in {WEIGHTS}, and by {INDEX} in other files too, among them "
-            f"{elsewhere[0]} in {index[elsewhere[0]]}: expected one file for each. Remove {WEIGHTS}, or the index and its files"
+            f"{files.where}: {len(elsewhere)} tensors are in {WEIGHTS}, and by the index in other files too, such as "
+            f"{index[elsewhere[0]]}. Remove {WEIGHTS}, or the index and its files"
         )
     _check_index(files.where, index, {**headers, WEIGHTS: whole})
     return ModelHeaders(whole, {name: tensor for header in headers.values() for name, tensor in header.items()})
@@ -252,8 +252,8 @@ class _HeaderReader(ModelFiles):
                     len(absent) < len(found)
                 )
             raise StoreError(
-                f"{self.where}: {INDEX} names {len(found)} files, and {len(absent)} of them are absent: "
-                f"{list_names(absent, _SHOWN)}. {remedy}"
+                f"{self.where}: {INDEX} names {len(found)} files, and {len(absent)} of them are absent, such as "
+                f"{absent[0]}. {remedy}"
             )
         return {name: header for name, header in found.items() if header is not None}
 

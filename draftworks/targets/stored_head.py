@@ -89,7 +89,7 @@ def compare_heads(target: TargetFiles, download: bool = True) -> HeadCheck:
 
 def _describe(files: ModelFiles, head: _Matrix, difference: str) -> str:
     return (
-        f"{files.where}: config.json ties the head to the embeddings, but {head.name} {difference}: servers drop it, "
+        f"{files.where}: config.json ties head and embeddings, but {head.name} {difference}: servers drop it, "
         f"transformers keeps it. Set {_TIE} to false, or remove the stored head"
     )
 

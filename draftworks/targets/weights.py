@@ -186,11 +186,18 @@ def read_model_config(target: TargetFiles) -> PreTrainedConfig | str:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if kind in CONFIG_MAPPING:
-            raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{path}: {_describe_refusal(error)}") from error
         code = " without code of its own (auto_map), which is never run" if needs_code else ""
         return f"transformers {read_version('transformers')} does not know the model_type {kind!r} of {path}{code}"
     except Exception as error:  # each configuration class may raise errors of its own
-        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}: {_describe_refusal(error)}") from error
+
+
+def _describe_refusal(error: Exception) -> str:
+    """Return in one line why a configuration class refuses values; checks of several fields name the reason last."""
+    lines = str(error).split("\n")
+    said = " ".join(lines[-1].split())
+    return said if len(lines) > 1 and said else f"{type(error).__name__}: {said}"
 
 
 def _require_config_file(target: TargetFiles) -> Path:

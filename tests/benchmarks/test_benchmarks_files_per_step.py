@@ -1,4 +1,4 @@
-"""A reader who follows one packed EAGLE-3 optimizer step opens at most 17 product files, none over 400 lines."""
+"""A reader who follows one packed EAGLE-3 optimizer step opens at most 17 product files, none over 450 lines."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_prompts_of_a_log_and_of_a_mix_are_counted(tmp_path: Path, monkeypatch):
 
 def test_what_is_not_known_is_one_clear_error(tmp_path: Path):
     target = PlannedTarget(tmp_path)
-    with pytest.raises(ConfigError, match="does not use the strategy 'dflash'; it uses: eagle3"):
+    with pytest.raises(ConfigError, match="does not use the strategy 'dflash'; there is: eagle3"):
         target.plan("dflash")
     (target.root / "registry" / "datasets" / "talks.yaml").write_text("files: ['s3://bucket/a.jsonl']\n")
     with pytest.raises(

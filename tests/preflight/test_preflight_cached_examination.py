@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from draftworks.preflight import drafts, examine, sample
+from draftworks.preflight import drafts, sample
+from draftworks.preflight import examine as examination
 from draftworks.preflight.examine import examine_before_run
 
 
@@ -44,7 +45,7 @@ def test_what_has_not_changed_is_not_looked_at_again(fleet, tiny_target, examine
     examine(target=fleet.registry.load_target("small").model_copy(update={"max_length": 80}))
     examine(files=tiny_target.model_copy(update={"digest": "other"}))
     examine(data={"chats": "b"})
-    monkeypatch.setattr(examine, "REVISION", 9)
+    monkeypatch.setattr(examination, "REVISION", 9)
     examine()
     assert len(looks) == 10
 

@@ -187,3 +187,20 @@ def test_a_watermark_below_a_global_batch_is_refused_before_anything_is_captured
     )
     with nullcontext() if fits else pytest.raises(ConfigError, match=r"streaming\.watermark\.samples is 15, expected"):
         check_requirements(streamed, tiny_target, Registry(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_attention_heads": 3}, "hidden size (128) is not a multiple of the number of attention heads (3)"),
+        ({"model_type": "llamma"}, "does not know the model_type 'llamma'"),
+    ],
+    ids=["heads", "type"],
+)
+def test_a_config_that_its_class_refuses_is_one_line(fleet, values, said):
+    """Classes raise errors of their own, of several lines."""
+    path = fleet.own_model() / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    errors = fleet.check().errors
+    assert all(said in error and "\n" not in error for error in errors), errors
+    assert errors

@@ -64,15 +64,13 @@ def refusal(root: Path) -> str:
 @pytest.mark.parametrize("server", [None, {"url": "http://elsewhere:30000", "spool": "/tmp/s"}])
 def test_an_entry_that_names_no_server_of_this_machine_is_refused(registry: Path, tiny_folder: Path, server):
     write_target(registry, tiny_folder, server)
-    expected = (
-        "url: expected http://127.0.0.1:PORT, found http://elsewhere:30000" if server else "Write for example: capture:"
-    )
+    expected = "url: expected http://127.0.0.1:PORT, found http://elsewhere:30000" if server else "such as capture:"
     assert expected in refusal(registry)
 
 
 def test_an_entry_of_another_backend_is_refused(registry: Path, tiny_folder: Path):
     write_target(registry, tiny_folder, None, backend="hf")
-    assert "expected backend sglang_server with url and spool" in refusal(registry)
+    assert "expected backend sglang_server, url and spool" in refusal(registry)
 
 
 def test_a_taken_port_is_refused(registry: Path, tiny_folder: Path, tmp_path: Path):

@@ -13,6 +13,7 @@ from draftworks.errors import StoreError
 from draftworks.programs import summary
 from draftworks.programs.cli import COMMANDS, LazyCommand, app
 from draftworks.programs.code_location import list_jobs
+from draftworks.programs.start import CHECKOUT
 
 
 def call(*words: str) -> Result:
@@ -57,6 +58,66 @@ def test_a_mistake_is_one_line_that_says_what_may_be_meant(words: tuple[str, ...
     assert said in line
     assert line.startswith("error: ")
     assert len(line) <= 200
+
+
+BY_HAND = {
+    "run everything tiny --config nope.yaml": "error: nope.yaml: no such file",
+    "run tiny everything": "error: no job 'tiny'; there are: everything",
+    "check tny": "targets/tny.yaml: no such file; did you mean tiny?",
+    "check tiny --tagret tiny": "error: no option --tagret; did you mean --target?",
+    "plan tiny --strategy eagel3": "error: target tiny does not use the strategy 'eagel3'; did you mean eagle3?",
+    "plan": "error: missing argument 'TARGET'; usage: ",
+    "compare tiny/eagle3": "error: missing argument 'b'; usage: ",
+    "compare a b --out x.pdf": "error: --out x.pdf: expected a name that ends in .html or .md",
+    "compare tiny/eagle3 tiny/dflash": "error: tiny/eagle3: target tiny has no eagle3 draft yet",
+    "export-features tiny out": "error: target tiny has the strategies dflash, eagle3: name one by --strategy",
+    "engine tiny": "error: target tiny: capture.server: expected backend sglang_server, url and spool, such as ",
+    "import nope out --target tiny": "error: nope: config.json is missing",
+    "import nope out --target tny": "did you mean tiny?",
+    "pin tiny eagle3_darft": "error: no asset 'eagle3_darft' was made yet",
+    "unpin tiny eagle3_draft abc": "error: no asset 'eagle3_draft' was made yet",
+    "accept tiny eagle3": "there is no decision to answer. Run draftworks decide tiny eagle3",
+    "decide tiny eagle3": "error: target tiny: has no section `decision`: add one to its entry",
+    "promote tiny eagle3": "error: target tiny has no eagle3 draft yet: run draftworks run everything --target tiny",
+    "rollback tiny eagle3": "error: target tiny has no eagle3 draft in service: nothing to take back",
+    "in-service tiny eagle3": "has no eagle3 draft in service: run draftworks promote tiny eagle3",
+    "slices tiny eagle3 --save w.json": "has no eagle3 draft in service: run draftworks promote",
+    "observe tiny": "error: target tiny has no servers: add a `servers` section to its entry",
+    "observe tiny --for 10": "error: --for: say how often too: --every SECONDS",
+    "observe tiny --every -1": "error: --every: expected seconds, more than 0, found -1",
+    "release tiny": "error: target tiny is not on hold",
+    "notify --tset": "error: no option --tset; did you mean --test?",
+    "notify --test": "notifications: no channel; there are: none",
+    "usage --jsno": "error: no option --jsno; did you mean --json?",
+    "prune --yess": "error: no option --yess; did you mean --yes?",
+    "ui --port abc": "error: invalid value for '--port': expected a whole number; usage: ",
+    "ui --port 99999": "error: port: expected 1 to 65535, found 99999",
+    "doctor --limit 0": "error: invalid value for '--limit': expected a number greater than or equal to 1; usage: ",
+    "summary tiny beta": "error: got unexpected extra argument(s) (beta); usage: ",
+}
+"""Typed by hand on a target of which nothing was made yet."""
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    registry = tmp_path_factory.mktemp("project") / "registry"
+    for folder in ("targets", "datasets"):
+        (registry / folder).mkdir(parents=True)
+    (registry / "datasets" / "chats.yaml").write_text("files: [chats.jsonl]\n")
+    (registry / "targets" / "tiny.yaml").write_text(
+        f"model: {CHECKOUT / 'registry/models/tiny'}\ndataset: chats\nstrategies: {{eagle3: {{}}, dflash: {{}}}}\n"
+    )
+    return registry
+
+
+@pytest.mark.parametrize(("words", "said"), BY_HAND.items(), ids=BY_HAND)
+def test_a_mistake_before_anything_is_made_is_one_line_too(words: str, said: str, fresh: Path):
+    told = call(*words.split(), "--registry", str(fresh))
+    assert told.exit_code != 0
+    assert type(told.exception) is SystemExit
+    [line] = [line for line in (told.stderr + told.stdout).splitlines() if "error" in line]
+    assert said in line
+    assert len(line.replace(f"{fresh.parent}/", "")) <= 200
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -14,7 +14,7 @@ from kill_points import killed_before
 from service_toys import STRATEGY, TARGET, record, served
 
 from draftworks.errors import StoreError
-from draftworks.service.register import Canary, ConflictError, InService, ServiceRegister
+from draftworks.service.register import REGISTER, Canary, ConflictError, InService, ServiceRegister
 
 MAX_CHANGES = 200
 
@@ -38,7 +38,7 @@ def test_nothing_is_in_service_at_first(register: ServiceRegister):
 def test_only_staging_files_that_are_written_under_the_lease_are_swept(register: ServiceRegister):
     """Another promotion may be writing what it has accepted at this moment."""
     put(register, "a", None)
-    own, others = register.folder / f".{RECORD}.1.tmp", register.folder / ".accepted.json.2.tmp"
+    own, others = register.folder / f".{REGISTER}.1.tmp", register.folder / ".accepted.json.2.tmp"
     own.touch()
     others.touch()
     put(register, "b", "a")

@@ -258,7 +258,7 @@ def require_plain_embeddings(target: TargetFiles) -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
         plain = has_plain_embeddings(model)
-    except (ConfigError, OSError, ValueError, RuntimeError, TypeError) as error:
+    except Exception as error:  # each configuration class may raise errors of its own
         raise CaptureError(
             f"{problem}: running the model's code up to its first layer failed: {type(error).__name__}: {error}. "
             f"{advice}"

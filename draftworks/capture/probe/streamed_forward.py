@@ -197,7 +197,7 @@ def _build_empty_model(target: TargetFiles, dtype: torch.dtype, where: str) -> P
         config = AutoConfig.from_pretrained(target.model, revision=target.revision or "main", trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # each configuration class may raise errors of its own
         raise ConfigError(f"{where}: not a causal language model that transformers knows: {error}") from error
     if dtype == torch.float64 and hasattr(config.get_text_config(), "num_experts_per_tok"):
         model.set_experts_implementation("eager")  # grouped matrix products do not support float64

@@ -1,4 +1,4 @@
-"""Redaction of served prompts: secrets that are always taken out, and the hook of the deployment.
+"""The redaction hook of a deployment: rows go to a command as JSONL and come back as JSONL, line by line.
 
 A row is `{"messages": [{"role": …, "content": …}, …], "source": …}`. The hook may change contents and source, and drops a
 row by answering `null`. Nothing that it prints to stderr is kept, and no error quotes a row.
