@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.drafts.layers import ReducedVocabularyDraft, RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear
-from draftworks.drafts.objectives import BatchObjective, Objective, Temperatures
+from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.objectives import BatchObjective, LossSettings, Objective
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Layer, Eagle3Sizes, StepStates
-from draftworks.strategies.eagle3.loss import DistillationLosses, distill, number_across_steps
+from draftworks.strategies.eagle3.loss import distill, number_across_steps
 
 
 class Eagle3Norms(NamedTuple):
@@ -148,8 +149,8 @@ class Eagle3Draft(ReducedVocabularyDraft):
         step_weights: Sequence[float],
         objective: Objective | BatchObjective,
         documents: Documents,
-        temperatures: Temperatures,
-    ) -> DistillationLosses:
+        settings: LossSettings,
+    ) -> LossSums:
         """Unroll and distil; called once per micro-batch.
 
         Args:
@@ -163,4 +164,4 @@ class Eagle3Draft(ReducedVocabularyDraft):
         plan = make_teacher_plan(label_mask)
         rows = [active.renumber(rows) for rows in plan.draft_positions]
         plan = plan._replace(draft_positions=number_across_steps(rows, [active.index.numel()] * len(rows)))
-        return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective, temperatures)
+        return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective, settings)

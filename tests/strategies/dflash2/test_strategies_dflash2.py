@@ -18,8 +18,8 @@ from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, StoreError
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
-from draftworks.strategies.dflash2.layers import BlockConvolution
 from draftworks.strategies.dflash2.loss import score_candidates, teach_candidates
+from draftworks.strategies.dflash2.model import BlockConvolution
 from draftworks.strategies.dflash2.options import DFlash2Options, check_dflash2
 from draftworks.strategies.dflash2.strategy import DFlash2Strategy
 

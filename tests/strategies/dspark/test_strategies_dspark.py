@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError, StoreError
-from draftworks.strategies.dflash.model import BlockStates
 from draftworks.strategies.dspark.options import DSparkOptions
 from draftworks.strategies.dspark.strategy import DSparkStrategy
 
@@ -169,11 +168,15 @@ def test_an_untrained_draft_proposes_what_its_backbone_does_and_is_in_doubt(part
     one, backbone = taught([1] * 9, 2, torch.float32), strategy.model.backbone
     batch, rows = strategy.collate([one], ["a"]), torch.ones(1, 9, dtype=torch.bool)
 
-    def first_choices(blocks: BlockStates) -> Tensor:
-        return F.linear(backbone.norm(blocks.states), backbone.target_head).argmax(-1)
+    class Alone(type(backbone)):
+        """The backbone, which proposes from the anchor's own place on."""
 
-    alone = backbone.propose_blocks(batch["input_ids"], batch["features"], rows, 4, first_choices)
-    assert torch.equal(strategy.propose(batch, rows, 4), alone)
+        def decode(self, blocks, count, choose):
+            return F.linear(self.norm(blocks.states[:, :count]), self.target_head).argmax(-1)
+
+    found = strategy.propose(batch, rows, 4)
+    backbone.__class__ = Alone
+    assert torch.equal(found, backbone.propose(batch["input_ids"], batch["features"], rows, 4))
     if strategy.options.confidence_head:
         known = (side_by_side(one)[:4], one["input_ids"][1:5])
         assert not dspark_reader(strategy).confidence(*known, torch.arange(4)).any()

@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from block_reference import xpress_sums
-from dflash_toys import MASKS, OPTIONS, anchors_drawn, gradients, sample, side_by_side
+from dflash_toys import MASKS, OPTIONS, anchors_drawn, gradients, one_label, sample, side_by_side
 from reference_readers import xpress_reader
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftworks.drafts.objectives import LossSettings
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError
-from draftworks.strategies.dflash.loss import uniform_weights
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
-from draftworks.strategies.xpress.loss import XPressObjective, XPressStates, xpress_losses
+from draftworks.strategies.xpress.loss import xpress_losses
+from draftworks.strategies.xpress.model import Refiner
 from draftworks.strategies.xpress.options import XPressOptions
-from draftworks.strategies.xpress.refiner import Refiner, RefinerSizes
 from draftworks.strategies.xpress.strategy import XPressStrategy
 
 NAMES = ["a", "b", "c"]
@@ -77,7 +77,7 @@ def test_loss_gradients_and_metric_sums_are_those_of_the_reader(make, options):
 
 def test_the_refiner_of_two_places_and_one_number_computes_what_one_does_by_hand():
     """H = 1, r = 1, all weights 1 but for mix_l: states 2 and 4, embeddings e(0) = 1 and e(1) = 3."""
-    refiner = Refiner(1, 2, RefinerSizes(rank=1, mlp_ratio=1, block_size=3), torch.Generator())
+    refiner = Refiner(1, 2, XPressOptions(refiner_rank=1, mlp_ratio=1, block_size=3), torch.Generator())
     with torch.no_grad():
         for weight in refiner.parameters():
             weight.fill_(1.0)
@@ -95,15 +95,14 @@ def test_the_loss_of_one_label_is_the_formulas_in_figures():
     """Two tokens, logits (0, ln 3) before and (0, 0) after refinement; the target says the first with certainty."""
     ln3 = torch.tensor(3.0).log()
     head = torch.tensor([[0.0], [1.0]])
-    states = XPressStates(ln3[None, None], torch.tensor([[[-1.0]] * 2]) * ln3, torch.tensor([0]))
-    last, labels, mask = torch.tensor([[-100.0]]), torch.tensor([[0]]), torch.tensor([[True]])
-    objective = XPressObjective(uniform_weights, 0.1, 0.9, 1, 0.3, 0.6, 1)
-    found = xpress_losses(states, head, head, last, labels, mask, objective)
+    blocks = one_label(ln3[None, None], torch.tensor([[-100.0]]))
+    settings = LossSettings(HERE, XPressOptions(consistency_passes=1))
+    found = xpress_losses(blocks, torch.tensor([[[-1.0]] * 2]) * ln3, head, head, settings)
     ln2 = torch.tensor(2.0).log()
     refined, base = 0.1 * ln2 + 0.9 * 0.5, 0.1 * 2 * ln2 + 0.9 * 0.75
     torch.testing.assert_close(found.loss, 1.3 * refined + 0.6 * base)
-    assert found.tau.item() == pytest.approx(0.5)
-    assert (found.accepted.item(), found.base_accepted.item()) == (1, 0)
+    assert found.sums["tau_sums"].item() == pytest.approx(0.5)
+    assert (found.sums["accept_len_sums"].item(), found.sums["base_accept_len_sums"].item()) == (1, 0)
 
 
 def test_an_untrained_draft_is_dflash(parts):
