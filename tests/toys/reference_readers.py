@@ -84,19 +84,19 @@ def dflash2_reader(strategy: DraftStrategy) -> DFlash2Reader:
 def domino_reader(strategy: DraftStrategy) -> DominoReader:
     backbone = dflash_reader(strategy, first_row=0 if strategy.options.shift_label else 1)
     uncorrected = strategy.options.pure_draft_prefix_len
-    return DominoReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, uncorrected)
+    return DominoReader(backbone, uncorrected)
 
 
 def dspark_reader(strategy: DraftStrategy) -> DSparkReader:
     backbone, options = dflash_reader(strategy, first_row=0), strategy.options
     kind = options.markov_head_type if options.markov_rank else None
     heads = (kind, options.confidence_with_markov)
-    return DSparkReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, *heads)
+    return DSparkReader(backbone, *heads)
 
 
 def xpress_reader(strategy: DraftStrategy) -> XPressReader:
     backbone, passes = dflash_reader(strategy), strategy.options.jacobi_passes
-    return XPressReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, passes)
+    return XPressReader(backbone, passes)
 
 
 def lilicorr_reader(strategy: DraftStrategy) -> LiLiCorrReader:
@@ -110,7 +110,7 @@ def lilicorr_reader(strategy: DraftStrategy) -> LiLiCorrReader:
         logit_scale=options.logit_scale,
         vector_eps=options.vector_eps,
     )
-    return LiLiCorrReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, settings)
+    return LiLiCorrReader(backbone, settings)
 
 
 def propose_greedily(reader: ExportReader, features: Tensor, next_tokens: Tensor, count: int) -> list[int]:

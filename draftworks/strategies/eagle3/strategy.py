@@ -25,9 +25,8 @@ from draftworks.drafts.supervision import specforge_label_mask, token_mean_label
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.drafter import Eagle3Drafter
-from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Sizes
 from draftworks.strategies.eagle3.loss import make_metric_sums
-from draftworks.strategies.eagle3.model import Eagle3Draft, Eagle3Norms
+from draftworks.strategies.eagle3.model import Eagle3AttentionOptions, Eagle3Draft, Eagle3Norms, Eagle3Sizes
 from draftworks.strategies.eagle3.options import EAGLE3, Eagle3Options
 
 if TYPE_CHECKING:
