@@ -8,10 +8,12 @@ import pytest
 import torch
 from dflash_toys import one_label
 from objective_toys import SIZES, Case, batch_of, strategy_of
+from strategy_cases import find_cases
 from torch import Tensor
 
 from draftworks.config.decoding import Decoding
 from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.config.teacher_options import TeacherOptions
 from draftworks.config.validation import parse_spec
 from draftworks.drafts.logit_losses import LossSums
 from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, LossSettings, MeanBlend, Objective
@@ -24,7 +26,7 @@ from draftworks.strategies.eagle3.loss import distill
 from draftworks.strategies.xpress.loss import xpress_losses
 from draftworks.strategies.xpress.options import XPressOptions
 
-TAUGHT = ("dspark", "eagle3", "peagle", "xpress")
+TAUGHT = [name for name in find_cases() if issubclass(resolve_strategy(name).options, TeacherOptions)]
 VOCAB = 40
 TARGET = torch.tensor([[0.0, math.log(9)]])
 """Logits of two tokens: q is (1, 9) / 10 at temperature 1, (1, 3) / 4 at 2, (1, 81) / 82 at 1/2."""

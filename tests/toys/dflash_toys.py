@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from draft_toys import HIDDEN, VOCAB
 from torch import Tensor
-from torch.nn import functional as F
 
-from draftworks.drafts.anchors import draw_blocks
 from draftworks.strategies.dflash.loss import TaughtBlocks
 from draftworks.strategies.dflash.strategy import DFlashStrategy
 
@@ -46,11 +44,3 @@ def one_label(state: Tensor, last: Tensor) -> TaughtBlocks:
     """The one label 0 of a state (1, H) after a target's (1, H)."""
     zero = torch.tensor([[0]])
     return label_blocks(state.view(1, -1), last, zero, zero == 0, zero[0])
-
-
-def anchors_drawn(strategy: DFlashStrategy, batch, step: int) -> list[list[int]]:
-    mask = batch["loss_mask"]
-    candidates = mask & F.pad(mask[:, 1:], (0, 1), value=False)
-    options = strategy.options
-    blocks = draw_blocks(candidates, batch["draws"], step, options.num_anchors, options.block_size)
-    return [row[on].tolist() for row, on in zip(blocks.anchors, blocks.live)]
