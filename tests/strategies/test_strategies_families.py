@@ -220,7 +220,10 @@ IDENTITIES = {
 @pytest.mark.parametrize("name", IDENTITIES)
 def test_drafts_of_known_targets_are_what_they_were(name: str, family_target: MakeTarget, tiny_target: TargetFiles):
     parts = TargetParts.load(tiny_target if name == "tiny" else family_target(name))
-    assert digest([make(strategy, parts, **options).config() for strategy, options in PUBLISHED.items()]) == IDENTITIES[name]
+    assert (
+        digest([make(strategy, parts, **options).config() for strategy, options in PUBLISHED.items()])
+        == IDENTITIES[name]
+    )
 
 
 def test_a_draft_that_read_other_embeddings_is_not_loaded(family_target: MakeTarget, tmp_path):

@@ -18,7 +18,7 @@ def expect(strategy: DraftStrategy, samples: list[Sample], ctx: StepContext) -> 
 
 
 CASES = StrategyCases(
-    options={"num_depths": 4, "num_layers": 2},
+    options={"num_depths": 3, "num_layers": 2},
     read=peagle_reader,
     expect=expect,
     objectives=({}, {"train_embeddings": False}),
@@ -39,5 +39,8 @@ CASES = StrategyCases(
         {"num_layers": 1, "attention": "eager", "down_sample_ratio": 0.5, "train_embeddings": False},
     ),
     structural=({"fc_norm": True}, {"num_layers": 1}, {"train_embeddings": False}),
-    fixed={"default": {}, "fc_norm": {"fc_norm": True, "norm_before_residual": True}},
+    fixed={
+        "default": {"num_depths": 4},
+        "fc_norm": {"num_depths": 4, "fc_norm": True, "norm_before_residual": True},
+    },
 )
