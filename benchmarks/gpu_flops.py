@@ -16,7 +16,7 @@ import torch
 from gpu_cases import Shape
 from torch import Tensor
 
-from draftworks.strategies.dflash2.layers import SIDES
+from draftworks.strategies.dflash2.model import SIDES
 from draftworks.strategies.lilicorr.lattice import CANDIDATE_FEATURES
 
 BOTH, ONE, NONE = 2, 1, 0

@@ -19,8 +19,8 @@ from typing import Annotated
 
 import typer
 import yaml
-from draftworks.evaluation.report.pages import render_table
 
+from draftworks.evaluation.report.pages import render_table
 from draftworks.planning.plan import StepActual, compare_plan, load_plan
 from draftworks.planning.plan_table import format_seconds
 from draftworks.planning.subject import PlanSubject

@@ -18,7 +18,6 @@ from torch import Tensor
 from draftworks.config.decoding import Decoding
 from draftworks.drafts.logit_losses import find_argmax
 from draftworks.drafts.sampling import distribution, find_target_distribution
-from draftworks.drafts.strategy import StepContext
 
 PREFIX = "sampled_acceptance_"
 """Of the names of the metric sums; the rest is `Decoding.suffix`."""
@@ -57,17 +56,6 @@ def measure_acceptance(logits: Tensor, targets: Tensor, served: Sequence[Decodin
     return torch.stack(found)
 
 
-def name_served_sums(ctx: StepContext, sums: Tensor | None, denoms: Tensor) -> dict[str, Tensor]:
-    """Return the metric sums of an evaluation's decodings.
-
-    Args:
-        sums: (d, T), Σ of the probabilities by each; None in training, or where nothing is sampled.
-        denoms: (T,), number of labels.
-    """
-    if sums is None:
-        return {}
-    return {
-        f"{PREFIX}{decoding.suffix}_{part}": values
-        for decoding, each in zip(ctx.served, sums, strict=True)
-        for part, values in (("sums", each), ("denoms", denoms))
-    }
+def name_served_sums(served: Sequence[Decoding], sums: Tensor) -> dict[str, Tensor]:
+    """Return the metric sums of an evaluation by name, from Σ of the probabilities by each decoding, (d, T)."""
+    return {f"{PREFIX}{decoding.suffix}_sums": each for decoding, each in zip(served, sums, strict=True)}

@@ -18,7 +18,7 @@ The logits are overwritten: their memory, which a core's cache still holds, take
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,13 +33,21 @@ class LossChunk(Protocol):
 
 
 C = TypeVar("C", bound=LossChunk)
-Sums = TypeVar("Sums", bound=tuple[Tensor | None, ...])
-"""A NamedTuple of sums over labels: the loss, a scalar, comes first; the others are metric sums."""
+
+
+class LossSums(NamedTuple):
+    """Sums over labels: `loss`, a differentiable scalar, and by name metric sums of one value or one by place, detached."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
 
 
 def chunked_loss(
-    formula: Callable[..., Sums], chunks: Iterable[C], inputs: Sequence[Tensor | None], shared: Sequence[Tensor] = ()
-) -> Sums:
+    formula: Callable[..., LossSums],
+    chunks: Iterable[C],
+    inputs: Sequence[Tensor | None],
+    shared: Sequence[Tensor] = (),
+) -> LossSums:
     """Return the formula's sums over all chunks.
 
     The loss is differentiable with respect to `inputs` and `shared`; the metric sums are float64 and are not.
@@ -59,7 +67,8 @@ def chunked_loss(
         slot: tensor for slot, tensor in enumerate(sources) if tensor is not None and with_grad and tensor.requires_grad
     }
     gradients = {slot: _gradient_buffer(tensor, wide=slot >= len(inputs)) for slot, tensor in trained.items()}
-    totals: Sums | None = None
+    total: Tensor | None = None
+    sums: dict[str, Tensor] = {}
     for chunk in chunks:
         parts = [None if tensor is None else _select(tensor, chunk.index) for tensor in inputs] + list(shared)
         leaves = {
@@ -68,9 +77,7 @@ def chunked_loss(
             if slot in trained and part is not None
         }
         with torch.set_grad_enabled(bool(trained)):
-            found = formula(chunk, *(leaves.get(slot, part) for slot, part in enumerate(parts)))
-        loss = found[0]
-        assert loss is not None, "the first of a formula's sums is its loss"
+            loss, found = formula(chunk, *(leaves.get(slot, part) for slot, part in enumerate(parts)))
         if trained:
             # In a chunk without labels, kernels for empty tensors may leave out what they would read.
             taken = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -81,18 +88,12 @@ def chunked_loss(
                     gradients[slot][chunk.index] = gradient
                 else:
                     gradients[slot].index_copy_(0, chunk.index, gradient)
-        terms = [loss.detach(), *(None if each is None else each.detach().double() for each in found[1:])]
-        summed = terms if totals is None else [_add(one, other) for one, other in zip(totals, terms, strict=True)]
-        make: Any = type(found)
-        totals = make(*summed)
-    if totals is None:
+        total = loss.detach() if total is None else total + loss.detach()
+        sums = {name: each.detach().double() + sums.get(name, 0) for name, each in found.items()}
+    if total is None:
         raise ValueError("a chunked loss needs at least one chunk")
     kept = [gradients[slot].to(tensor.dtype) for slot, tensor in trained.items()]
-    return type(totals)(_LossWithGradients.apply(totals[0], kept, *trained.values()), *totals[1:])
-
-
-def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return None if one is None or other is None else one + other
+    return LossSums(_LossWithGradients.apply(total, kept, *trained.values()), sums)
 
 
 def _select(tensor: Tensor, index: slice | Tensor) -> Tensor:

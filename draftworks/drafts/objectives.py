@@ -6,7 +6,7 @@ that vocabulary, and q̃ the target's probabilities of those tokens, not renorma
 
     ∂CE/∂z = p − q,    ∂α/∂z = p ⊙ (m − Σ_v m_v p_v)  with  m_v = 1 where p_v < q̃_v, else 0.
 
-At a teacher's temperature T both are softmax(z / T) and softmax of the target's logits / T, see `Temperatures`.
+At a teacher's temperature T both are softmax(z / T) and softmax of the target's logits / T, see `LossSettings`.
 
 The LK losses of SpecForge are made of means over all labels of a step in a batch: these are the `BatchObjective`s. An
 `Objective` is the same for every label by itself, so that nothing depends on which samples share a batch.
@@ -15,18 +15,16 @@ The LK losses of SpecForge are made of means over all labels of a step in a batc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from draftworks.config.decoding import Decoding
-from draftworks.config.draft_options import TeacherOptions
+from draftworks.drafts.logit_losses import LossSums
 from draftworks.drafts.strategy import StepContext
-
-R = TypeVar("R")
 
 
 class Objective(ABC):
@@ -128,38 +126,47 @@ class MeanBlend(BatchObjective):
 
 
 @dataclass(frozen=True)
-class Temperatures:
-    """Temperatures above 0.
+class LossSettings:
+    """What decides a loss beside the batch and the weights: made once a pass, by `DecoderStrategy`, and handed down whole.
 
     Attributes:
-        teacher: T of the loss. With z and y the logits of draft and target, p = softmax(z / T) and q = softmax(y / T) are
-            compared, and the loss is multiplied by T². For the cross-entropy the gradient is T·(p - q) then, whose size
-            hardly depends on T (Hinton, Vinyals & Dean 2015, arXiv 1503.02531, section 2.1).
-        evaluates: whether the acceptance probabilities α are those at temperature 1, whatever T is; in training they are
-            those of the loss.
-        served: how servers decode, for the acceptance probabilities of an evaluation; empty in training.
+        ctx: what the pass is for. In evaluations the acceptance probabilities α are those at temperature 1, whatever T is; in
+            training they are those of the loss.
+        options: the strategy's, from which a loss takes the weights of its terms.
+        temperature: T of the teacher, above 0. With z and y the logits of draft and target, p = softmax(z / T) and
+            q = softmax(y / T) are compared, and the loss is multiplied by T². For the cross-entropy the gradient is T·(p - q)
+            then, whose size hardly depends on T (Hinton, Vinyals & Dean 2015, arXiv 1503.02531, section 2.1).
     """
 
-    teacher: float = 1.0
-    evaluates: bool = False
-    served: tuple[Decoding, ...] = ()
+    ctx: StepContext
+    options: Any = None
+    temperature: float = 1.0
 
-    @classmethod
-    def choose(cls, options: TeacherOptions, ctx: StepContext) -> Temperatures:
-        """Return those of a forward pass under these options."""
-        return cls(options.teacher_temperature, not ctx.training, () if ctx.training else ctx.served)
+    @property
+    def evaluates(self) -> bool:
+        return not self.ctx.training
+
+    @property
+    def served(self) -> tuple[Decoding, ...]:
+        """How servers decode, for the acceptance probabilities of an evaluation; empty in training."""
+        return () if self.ctx.training else self.ctx.served
 
     @property
     def loss_factor(self) -> float:
         """T²."""
-        return self.teacher**2
+        return self.temperature**2
 
-    def judge(self, trained: R, measure: Callable[[Temperatures], R]) -> R:
-        """Return an evaluation's measurement at temperature 1: `trained`, or else `measure` of that, without gradients."""
-        if self.teacher == 1:
-            return trained
+    def measure(self, loss: Callable[[LossSettings], LossSums], at_1: Sequence[str]) -> LossSums:
+        """Return a loss by these settings; of the sums, an evaluation takes those named `at_1` at temperature 1.
+
+        An evaluation of a draft whose T is not 1 costs a second pass, without gradients.
+        """
+        found = loss(self)
+        if self.temperature == 1 or not self.evaluates:
+            return found
         with torch.no_grad():
-            return measure(Temperatures(evaluates=True))
+            judged = loss(replace(self, temperature=1.0, ctx=replace(self.ctx, served=())))
+        return LossSums(found.loss, found.sums | {name: judged.sums[name] for name in at_1})
 
 
 def soften(logits: Tensor, temperature: float) -> Tensor:

@@ -18,7 +18,6 @@ from draftworks.export.checkpoint_files import CONFIG, WEIGHTS
 from draftworks.export.export_format import ExportFormat, list_formats, load_format
 from draftworks.export.gates import GateResult, check_export
 from draftworks.export.names import CARD, DRAFT_FOLDER, PROVENANCE
-from draftworks.export.readme import render_readme
 from draftworks.storage.files import publish_folder, publish_json
 from draftworks.storage.identity import digest, file_digest
 
@@ -157,3 +156,19 @@ def _write(folder: Path, export_format: ExportFormat, draft: CanonicalDraft, dty
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = export_format.build_config(draft, dtype) | {PROVENANCE: describe_provenance(draft)}
     publish_json(folder / CONFIG, config)
+
+
+def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str) -> str:
+    """Return the text: the model card, or a title where there is none, and a section on serving."""
+    lines = [card.rstrip() if card else f"# {draft.record.strategy} draft of {draft.target.name}"]
+    lines += [
+        "",
+        "## Serving",
+        "",
+        f"Format `{export_format.name}`. Loaded by: {export_format.describe_loaders(draft)}",
+        "",
+    ]
+    for server, command in export_format.build_serve_commands(draft, DRAFT_FOLDER).items():
+        lines += [f"{server}:", "", "```", command, "```", ""]
+    lines.append("What the weights are, by digests, is under `provenance` in config.json.")
+    return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from coverings import cover, gate_or_long
 from objective_toys import ANSWER, HIDDEN, SIZES, Case, batch_of, in_blocks, list_choices, logits_at_once, strategy_of
+from strategy_cases import find_cases
 from torch import Tensor
 
 from draftworks.config.strategies import list_strategies, resolve_strategy
@@ -20,27 +21,7 @@ from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.features.contracts import TrainBatch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-OBJECTIVES = [
-    Case("eagle3"),
-    Case("eagle3", {"objective": "lk_alpha"}),
-    Case("eagle3", {"objective": "lk_lambda"}),
-    Case("dflash"),
-    Case("dflash", {"gamma": 2.0}),
-    Case("dflash", {"weighting": "dpace"}),
-    Case("dflash", {"weighting": "dpace_cumulative_confidence"}),
-    Case("dflash", {"weighting": "dpace_continuation_value"}),
-    Case("dflash2"),
-    Case("dflash2", {"weighting": "dpace"}),
-    Case("domino"),
-    Case("domino", {"weighting": "dpace"}),
-    Case("dspark"),
-    Case("dspark", {"markov_head_type": "gated", "weighting": "dpace"}),
-    Case("dspark", {"markov_head_type": "rnn", "gamma": 2.0}),
-    Case("xpress"),
-    Case("lilicorr", {"margin_weight": 0.3}),
-    Case("peagle"),
-    Case("peagle", {"train_embeddings": False}),
-]
+OBJECTIVES = [Case(name, options) for name, cases in find_cases().items() for options in cases.objectives]
 STRATEGIES = [Case(strategy) for strategy in SIZES]
 
 MIDWAY = StepContext(global_step=1, total_steps=4, training=True)

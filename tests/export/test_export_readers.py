@@ -30,8 +30,8 @@ from random_exports import (
 from random_lilicorr import sglang_lilicorr
 
 from draftworks.errors import ConfigError, StoreError
+from draftworks.export.gates import open_export
 from draftworks.export.readers.reader import ExportReader, TargetTensors
-from draftworks.export.same_logits import open_export
 from draftworks.strategies.dflash.reader import DFlashReader
 
 

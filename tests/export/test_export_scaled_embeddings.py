@@ -11,8 +11,8 @@ from export_toys import Toys
 
 from draftworks.errors import ConfigError
 from draftworks.export.exporting import choose_formats, export_draft
+from draftworks.export.gates import compare_with_reader
 from draftworks.export.importing import import_draft
-from draftworks.export.same_logits import compare_with_reader
 
 BLOCKS = {"dflash": "zlab_dflash", "dflash2": "zlab_dflash2", "domino": "zlab_domino", "dspark": "zlab_dspark"}
 

@@ -11,8 +11,8 @@ from export_toys import Toys
 from sglang_judge_process import SGLangJudge
 from sglang_questions import Question, export_with_questions
 
+from draftworks.export.gates import open_export
 from draftworks.export.readers.reader import TargetTensors
-from draftworks.export.same_logits import open_export
 
 pytestmark = pytest.mark.sglang
 

@@ -17,9 +17,8 @@ from draftworks.drafts.strategy import DraftStrategy
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
-from draftworks.export.gates import check_export
+from draftworks.export.gates import check_export, open_export
 from draftworks.export.readers.reader import TargetTensors
-from draftworks.export.same_logits import open_export
 
 pytestmark = pytest.mark.sglang
 

@@ -15,8 +15,8 @@ from sglang_judge_process import SGLangJudge
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.export.exporting import export_draft
+from draftworks.export.gates import open_export
 from draftworks.export.readers.reader import TargetTensors
-from draftworks.export.same_logits import open_export
 
 ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLMMTP",

@@ -17,7 +17,7 @@ from random_exports import (
 )
 from speculators_judge import Case
 
-from draftworks.export.same_logits import open_export
+from draftworks.export.gates import open_export
 
 pytestmark = pytest.mark.speculators
 

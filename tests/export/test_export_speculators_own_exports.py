@@ -13,12 +13,12 @@ from speculators_judge import Case, Findings, Question
 from torch import Tensor
 
 from draftworks.drafts.anchors import place_blocks
-from draftworks.drafts.strategy import DraftStrategy
+from draftworks.drafts.objectives import LossSettings
+from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import export_draft
 from draftworks.export.importing import import_draft
-from draftworks.strategies.dflash.loss import decaying_weights
-from draftworks.strategies.dflash2.loss import DFlash2Objective
+from draftworks.strategies.dflash.model import LabelledBlocks
 
 pytestmark = pytest.mark.speculators
 
@@ -100,14 +100,16 @@ def test_the_library_and_our_training_have_the_same_loss_of_the_backbone_and_of_
     one = exports[name]
     strategy, question, labels = one.draft.build_strategy(), one.question, one.question.drawn[None, None]
     after = question.features.new_zeros(1 + labels.shape[-1], question.features.shape[1])
-    result = strategy.model(
+    rows = LabelledBlocks(
         torch.cat([question.next_tokens[:1], question.next_tokens, question.drawn])[None],
         torch.cat([question.features, after])[None],
+        None,
         place_blocks(torch.arange(ROWS + len(after))[None] == ROWS, strategy.options.block_size),
         labels,
         torch.ones_like(labels, dtype=torch.bool),
-        DFlash2Objective(decaying_weights(4.0), 0.5, strategy.options.selector_top_k, chunk_blocks=1),
     )
+    options = strategy.options.model_copy(update={"gamma": 4.0, "selector_loss_alpha": 0.5})
+    result = strategy.model(rows, LossSettings(StepContext(training=True), options))
     unary, selector = findings[f"{name}-eager"].losses
     # The library divides by the number of labels, and 1e-5.
     torch.testing.assert_close(result.loss, (unary + 0.5 * selector) * (labels.numel() + 1e-5), rtol=1e-5, atol=1e-5)

@@ -18,8 +18,8 @@ from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.checkpoint_files import WEIGHTS
 from draftworks.export.exporting import export_draft
+from draftworks.export.gates import open_export
 from draftworks.export.importing import import_draft
-from draftworks.export.same_logits import open_export
 
 pytestmark = pytest.mark.speculators
 

@@ -1,6 +1,6 @@
-"""Losses, counts and gradients of training are those in expected_training.json, which readers of exports give too.
+"""Losses, counts and gradients of training are those in each strategy's expected.json, which readers of exports give too.
 
-To make the file again from the readers, after a change that is meant:
+To make the files again from the readers, after a change that is meant:
 
     PYTHONPATH=tests/toys python tests/strategies/test_strategies_fixed_values.py
 """
@@ -13,92 +13,71 @@ from typing import Any
 
 import pytest
 import torch
-from block_reference import dflash2_sums, dflash_sums, domino_sums, dspark_sums, lilicorr_sums, xpress_sums
-from dflash_toys import anchors_drawn, side_by_side
-from eagle3_reference import reference
-from fixed_values import CASES, HALFWAY, NAMES, projections, samples
-from peagle_reference import peagle_sums
+from strategy_cases import FOLDER, HALFWAY, NAMES, find_cases, gradients, make, samples_for
 
 from draftworks.drafts.strategy import DraftStrategy
 
-EXPECTED = Path(__file__).with_name("expected_training.json")
-RELATIVE = 1e-6
+CASES = [(name, fixed) for name, cases in find_cases().items() for fixed in cases.fixed]
+EACH = pytest.mark.parametrize(("name", "fixed"), CASES)
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    return json.loads(EXPECTED.read_text())
+def find_file(name: str) -> Path:
+    return FOLDER / name / "expected.json"
 
 
-def test_every_case_has_its_values(expected):
-    assert expected.keys() == CASES.keys()
+def expected(name: str, fixed: str) -> dict[str, Any]:
+    return json.loads(find_file(name).read_text())[fixed]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_loss_sums_and_gradients_are_the_fixed_ones(case, expected):
-    strategy = CASES[case].strategy()
-    output = strategy.forward_loss(strategy.collate(samples(strategy), NAMES), HALFWAY)
-    counts = {name: output.metric_sums[name].tolist() for name in expected[case]["counts"]}
+@EACH
+def test_loss_sums_and_gradients_are_the_fixed_ones(name: str, fixed: str):
+    strategy, wanted = make(name, **find_cases()[name].fixed[fixed]), expected(name, fixed)
+    output = strategy.forward_loss(strategy.collate(samples_for(strategy), NAMES), HALFWAY)
+    counts = {place: output.metric_sums[place].tolist() for place in wanted["counts"]}
     found = {"loss_sum": output.loss_sum.item(), "counts": counts}
-    assert_same({**found, "gradients": projections(strategy, output.loss_sum)}, expected[case], RELATIVE)
+    assert_same({**found, "gradients": projections(strategy, output.loss_sum)}, wanted, 1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_readers_give_the_fixed_values(case, expected):
-    assert_same(read(case), expected[case], 1e-9)
+@EACH
+def test_the_readers_give_the_fixed_values(name: str, fixed: str):
+    assert_same(read(name, fixed), expected(name, fixed), 1e-9)
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any], relative: float) -> None:
     assert found["loss_sum"] == pytest.approx(wanted["loss_sum"], rel=relative)
     assert found["counts"].keys() == wanted["counts"].keys()
-    for name, values in wanted["counts"].items():
-        assert found["counts"][name] == pytest.approx(values, rel=relative, abs=1e-9)
+    for place, values in wanted["counts"].items():
+        assert found["counts"][place] == pytest.approx(values, rel=relative, abs=1e-9)
     assert found["gradients"].keys() == wanted["gradients"].keys()
-    for name, (norm, along) in wanted["gradients"].items():
-        assert found["gradients"][name] == pytest.approx([norm, along], rel=relative, abs=relative * norm + 1e-12), name
+    for weight, (norm, along) in wanted["gradients"].items():
+        bound = relative * norm + 1e-12
+        assert found["gradients"][weight] == pytest.approx([norm, along], rel=relative, abs=bound), weight
 
 
-def read(case: str) -> dict[str, Any]:
-    """Return the values of a case as the independent readers of exports give them."""
-    strategy = CASES[case].strategy()
-    loss, counts = _chains(strategy) if strategy.name in ("eagle3", "peagle") else _blocks(strategy)
-    return {"loss_sum": loss.item(), "counts": counts, "gradients": projections(strategy, loss)}
+def read(name: str, fixed: str) -> dict[str, Any]:
+    """Return the values of a case as the independent reader of exports gives them."""
+    cases = find_cases()[name]
+    strategy = make(name, **cases.fixed[fixed])
+    found = cases.expect(strategy, samples_for(strategy), HALFWAY)
+    counts = {place: values.tolist() for place, values in sorted(found.by_place.items())}
+    return {"loss_sum": found.loss.item(), "counts": counts, "gradients": projections(strategy, found.loss)}
 
 
-def _chains(strategy: DraftStrategy) -> tuple[torch.Tensor, dict[str, list[float]]]:
-    drawn = samples(strategy)
-    if strategy.name == "eagle3":
-        found = reference(strategy, drawn)
-        return found.loss, {"acc_corrects": found.corrects, "acc_denoms": found.denoms}
-    kept = strategy.select_chains(strategy.collate(drawn, NAMES), HALFWAY)
-    sums = [peagle_sums(strategy, one, side_by_side(one), kept[:, row]) for row, one in enumerate(drawn)]
-    corrects = [sum(right) for right in zip(*(one.corrects for one in sums), strict=True)]
-    return sum(one.loss for one in sums), {"acc_corrects": corrects, "acc_denoms": kept.sum(dim=(1, 2)).tolist()}
+def projections(strategy: DraftStrategy, loss: torch.Tensor) -> dict[str, list[float]]:
+    """Of every weight's gradient, its norm and its product with a fixed direction."""
+    return {
+        name: [float(g.norm()), float(g.flatten() @ torch.arange(g.numel(), dtype=torch.float64).cos())]
+        for name, g in gradients(strategy, loss).items()
+    }
 
 
-def _blocks(strategy: DraftStrategy) -> tuple[torch.Tensor, dict[str, list[float]]]:
-    drawn, options = samples(strategy), strategy.options
-    anchors = anchors_drawn(strategy, strategy.collate(drawn, NAMES), HALFWAY.global_step)
-    of = {
-        "dflash": dflash_sums,
-        "dflash2": dflash2_sums,
-        "domino": lambda *given: domino_sums(
-            *given, options.compute_lambda_base(HALFWAY.global_step, HALFWAY.total_steps)
-        ),
-        "dspark": dspark_sums,
-        "xpress": xpress_sums,
-        "lilicorr": lilicorr_sums,
-    }[strategy.name]
-    sums = [of(strategy, one, side_by_side(one), at) for one, at in zip(drawn, anchors, strict=True)]
-    by_place = {name: sum(one.by_place[name] for one in sums).tolist() for name in sums[0].by_place}
-    return sum(one.loss for one in sums), by_place
-
-
-def _format(name: str, values: dict[str, Any]) -> str:
+def _format(fixed: str, values: dict[str, Any]) -> str:
     lines = ",\n".join(f"  {json.dumps(weight)}: {json.dumps(pair)}" for weight, pair in values["gradients"].items())
     rest = json.dumps({key: values[key] for key in ("loss_sum", "counts")}).removesuffix("}")
-    return f' {json.dumps(name)}: {rest}, "gradients": {{\n{lines}\n }}}}'
+    return f' {json.dumps(fixed)}: {rest}, "gradients": {{\n{lines}\n }}}}'
 
 
 if __name__ == "__main__":
-    EXPECTED.write_text("{\n" + ",\n".join(_format(name, read(name)) for name in CASES) + "\n}\n")
+    for name, cases in find_cases().items():
+        values = ",\n".join(_format(fixed, read(name, fixed)) for fixed in cases.fixed)
+        find_file(name).write_text("{\n" + values + "\n}\n")

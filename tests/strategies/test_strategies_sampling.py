@@ -8,7 +8,7 @@ import pytest
 import torch
 from draft_toys import VOCAB
 from mtp_toys import mtp
-from test_strategies_packing import VARIANTS, samples_of, strategy_of
+from strategy_cases import make
 from torch import Tensor
 
 from draftworks.config.decoding import AcceptanceRule, Decoding
@@ -18,7 +18,7 @@ from draftworks.drafts.sampling import verify
 from draftworks.drafts.strategy import Drafter, DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 
-NAMES = ("dflash", "dflash2", "domino", "dspark rnn dpace", "eagle3", "lilicorr", "mtp", "peagle", "xpress")
+NAMES = [name for name in list_strategies() if resolve_strategy(name).exports]
 KNOWN, DRAWS = 6, 250
 
 
@@ -31,7 +31,7 @@ def test_sampled_decoding_keeps_the_targets_distribution(
 ):
     """Half of the target's first token is the draft's own, so that many are accepted; the second depends on the first."""
     torch.set_num_threads(1)
-    strategy = mtp(TargetParts.load(mtp_target("deepseek_v3"))) if name == "mtp" else moved(strategy_of(name))
+    strategy = mtp(TargetParts.load(mtp_target("deepseek_v3"))) if name == "mtp" else make(name, moved=0.2)
     drafter, generator = begin(strategy), torch.Generator().manual_seed(0)
     decoding = Decoding(1.0, rule)
     q = drafter.propose(1, 1.0, generator).probabilities
@@ -59,23 +59,13 @@ def test_sampled_decoding_keeps_the_targets_distribution(
         assert chi_squared(torch.tensor(tokens).bincount(minlength=vocab), len(tokens) * expected) < 3.5
 
 
-def moved(strategy: DraftStrategy) -> DraftStrategy:
-    """Away from where weights begin, so that what is 0 there has a say."""
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for weight in strategy.model.parameters():
-            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
-    return strategy
-
-
 def begin(strategy: DraftStrategy) -> Drafter:
     """A drafter that knows a few random rows."""
     width = strategy.config()["hidden_size"]
-    [one] = samples_of([[True] * KNOWN])
     generator = torch.Generator().manual_seed(1)
     features = {name: torch.randn(KNOWN, width, generator=generator).double() for name in strategy.feature_names}
     drafter = strategy.drafter()
-    drafter.extend(features, one["input_ids"])
+    drafter.extend(features, torch.randint(VOCAB, (KNOWN,), generator=generator))
     return drafter
 
 
@@ -89,8 +79,3 @@ def chi_squared(found: Tensor, expected: Tensor) -> float:
     assert freedom > 3
     statistic = float(((found - expected) ** 2 / expected.clamp_min(1e-9)).sum())
     return (statistic - freedom) / (2 * freedom) ** 0.5
-
-
-def test_every_known_strategy_is_tried():
-    tried = {VARIANTS[name][0] if name in VARIANTS else name for name in NAMES}
-    assert tried == {name for name in list_strategies() if resolve_strategy(name).exports}

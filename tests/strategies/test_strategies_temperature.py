@@ -6,22 +6,27 @@ import math
 
 import pytest
 import torch
+from dflash_toys import one_label
 from objective_toys import SIZES, Case, batch_of, strategy_of
+from strategy_cases import find_cases
 from torch import Tensor
 
 from draftworks.config.decoding import Decoding
+from draftworks.config.draft_options import TeacherOptions
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.strict_yaml import parse_spec
-from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, Objective, Temperatures
+from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, LossSettings, MeanBlend, Objective
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.supervision import Teacher, TeacherPlan
 from draftworks.errors import ConfigError
-from draftworks.strategies.dflash.loss import uniform_weights
-from draftworks.strategies.dspark.loss import DSparkObjective, DSparkStates, dspark_losses
+from draftworks.strategies.dspark.loss import dspark_losses
+from draftworks.strategies.dspark.options import DSparkOptions
 from draftworks.strategies.eagle3.loss import distill
-from draftworks.strategies.xpress.loss import XPressObjective, XPressStates, xpress_losses
+from draftworks.strategies.xpress.loss import xpress_losses
+from draftworks.strategies.xpress.options import XPressOptions
 
-TAUGHT = ("dspark", "eagle3", "peagle", "xpress")
+TAUGHT = [name for name in find_cases() if issubclass(resolve_strategy(name).options, TeacherOptions)]
 VOCAB = 40
 TARGET = torch.tensor([[0.0, math.log(9)]])
 """Logits of two tokens: q is (1, 9) / 10 at temperature 1, (1, 3) / 4 at 2, (1, 81) / 82 at 1/2."""
@@ -30,16 +35,20 @@ SAME = torch.zeros(1, 2)
 HEAD = torch.eye(2)
 SERVED = (Decoding(1.0, "rejection"), Decoding(2.0, "rejection"), Decoding(2.0, "greedy_draft"))
 COLD = (Decoding(0.5, "rejection"), Decoding(0.5, "greedy_draft"))
-LABEL, COUNTS = torch.tensor([[0]]), torch.tensor([[True]])
+TRAINING, JUDGING = StepContext(training=True), StepContext(training=False, served=COLD)
 
 
-def distilled(states: Tensor, objective, temperatures: Temperatures, target: Tensor = TARGET):
+def distilled(states: Tensor, objective, settings: LossSettings, target: Tensor = TARGET):
     """The loss of one label of a draft that knows two tokens, of a target that may know more."""
     known, index = torch.arange(2), torch.full((target.shape[1],), -1)
     index[known] = known
     teacher = Teacher(target, torch.eye(target.shape[1]), known, index)
     plan = TeacherPlan(torch.tensor([0]), torch.tensor([[0]]))
-    return distill(states, HEAD, teacher, plan, [1.0], objective, temperatures)
+    return distill(states, HEAD, teacher, plan, [1.0], objective, settings)
+
+
+def served(found: LossSums) -> list[float]:
+    return [each.item() for name, each in found.sums.items() if name.startswith("sampled")]
 
 
 @pytest.mark.parametrize(
@@ -52,15 +61,17 @@ def distilled(states: Tensor, objective, temperatures: Temperatures, target: Ten
     ],
 )
 def test_the_distillation_loss_at_temperature_2_is_the_formulas_in_figures(objective: Objective, expected: float):
-    found = distilled(SAME, objective, Temperatures(2.0))
+    found = distilled(SAME, objective, LossSettings(TRAINING, temperature=2.0))
     assert found.loss.item() == pytest.approx(expected)
-    assert found.loss_sums.tolist() == pytest.approx([expected])
+    assert found.sums["loss_sums"].tolist() == pytest.approx([expected])
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 50.0])
 def test_the_gradient_of_the_cross_entropy_is_t_times_the_difference_of_the_distributions(temperature: float):
     states = torch.tensor([[0.3, -0.2]], requires_grad=True)
-    (gradient,) = torch.autograd.grad(distilled(states, CrossEntropy(), Temperatures(temperature)).loss, states)
+    (gradient,) = torch.autograd.grad(
+        distilled(states, CrossEntropy(), LossSettings(TRAINING, temperature=temperature)).loss, states
+    )
     p, q = (each[0].detach().div(temperature).softmax(0) for each in (states, TARGET))
     torch.testing.assert_close(gradient[0], temperature * (p - q))
 
@@ -68,7 +79,9 @@ def test_the_gradient_of_the_cross_entropy_is_t_times_the_difference_of_the_dist
 def test_gradients_of_high_temperatures_are_of_one_size():
     """T² is there for it: the limit is (z - y, each less its mean) / V, here (ln 9, -ln 9) / 4."""
     states = SAME.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(distilled(states, CrossEntropy(), Temperatures(100.0)).loss, states)
+    (gradient,) = torch.autograd.grad(
+        distilled(states, CrossEntropy(), LossSettings(TRAINING, temperature=100.0)).loss, states
+    )
     torch.testing.assert_close(gradient[0], torch.tensor([1.0, -1.0]) * math.log(9) / 4, rtol=1e-3, atol=0)
 
 
@@ -77,41 +90,37 @@ def test_acceptance_over_a_reduced_vocabulary_is_of_the_targets_mass_at_each_tem
     says the first where it has to choose.
     """
     target = torch.tensor([[0.0, math.log(9), math.log(4)]])
-    found = distilled(SAME, CrossEntropy(), Temperatures(0.5, evaluates=True, served=SERVED), target)
-    assert found.accepted_all is not None
-    assert found.served is not None
-    assert found.accepted_all.tolist() == pytest.approx([1 / 14 + 1 / 2])
-    assert found.served.flatten().tolist() == pytest.approx([1 / 14 + 1 / 2, 1 / 6 + 1 / 2, 1 / 6])
+    found = distilled(
+        SAME, CrossEntropy(), LossSettings(StepContext(training=False, served=SERVED), temperature=0.5), target
+    )
+    assert found.sums["unconditional_acceptance_sums"].tolist() == pytest.approx([1 / 14 + 1 / 2])
+    assert served(found) == pytest.approx([1 / 14 + 1 / 2, 1 / 6 + 1 / 2, 1 / 6])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_dsparks_loss_is_the_formulas_in_figures(temperature: float):
     """CE of the token is ln 2 at temperature 1; ‖q - p‖₁ is 4/5 at 1 and 1/2 at 2."""
     distance = {1.0: 4 / 5, 2.0: 1 / 2}[temperature]
-    states = DSparkStates(SAME, torch.zeros(1, 1), torch.zeros(1), torch.tensor([0]))
-    objective = DSparkObjective(uniform_weights, 0.3, 0.9, 0.7, 1, Temperatures(temperature, True, COLD))
-    found = dspark_losses(states, HEAD, torch.zeros(2, 1), TARGET, LABEL, COUNTS, objective)
+    options = DSparkOptions(ce_weight=0.3, tv_weight=0.9, confidence_weight=0.7)
+    settings = LossSettings(JUDGING, options, temperature)
+    narrow, confidences = torch.zeros(1, 1), torch.zeros(1)
+    found = dspark_losses(one_label(SAME, TARGET), narrow, confidences, HEAD, torch.zeros(2, 1), settings)
     expected = 0.3 * math.log(2) + 0.9 * temperature**2 * distance + 0.7 * math.log(2)
     assert found.loss.item() == pytest.approx(expected)
-    assert found.confidence_errors is not None
-    assert found.served is not None
-    assert found.confidence_errors.tolist() == pytest.approx([1 / 2 - distance / 2])
-    assert found.served.flatten().tolist() == pytest.approx([1 / 2 + 1 / 82, 1 / 82])
-    assert (found.acceptance_sums.item(), found.tau.item()) == pytest.approx((0.6, 0.6))
+    assert found.sums["confidence_error_sums"].tolist() == pytest.approx([1 / 2 - distance / 2])
+    assert served(found) == pytest.approx([1 / 2 + 1 / 82, 1 / 82])
+    assert (found.sums["acceptance_sums"].item(), found.sums["tau_sums"].item()) == pytest.approx((0.6, 0.6))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_xpresses_loss_is_the_formulas_in_figures(temperature: float):
     """All its passes say the same here, so a label costs 1 + 0.3 + 0.6 times that of one."""
     distance = {1.0: 2 / 5, 2.0: 1 / 4}[temperature]
-    states = XPressStates(SAME, torch.zeros(1, 2, 1), torch.tensor([0]))
-    temperatures = Temperatures(temperature, True, COLD)
-    objective = XPressObjective(uniform_weights, 0.1, 0.9, 1, 0.3, 0.6, 1, temperatures)
-    found = xpress_losses(states, HEAD, torch.zeros(2, 1), TARGET, LABEL, COUNTS, objective)
+    settings = LossSettings(JUDGING, XPressOptions(consistency_passes=1), temperature)
+    found = xpress_losses(one_label(SAME, TARGET), torch.zeros(1, 2, 1), HEAD, torch.zeros(2, 1), settings)
     assert found.loss.item() == pytest.approx(1.9 * (0.1 * math.log(2) + 0.9 * temperature**2 * distance))
-    assert found.served is not None
-    assert found.served.flatten().tolist() == pytest.approx([1 / 2 + 1 / 82, 1 / 82])
-    assert (found.acceptance_sums.item(), found.tau.item()) == pytest.approx((0.6, 0.6))
+    assert served(found) == pytest.approx([1 / 2 + 1 / 82, 1 / 82])
+    assert (found.sums["acceptance_sums"].item(), found.sums["tau_sums"].item()) == pytest.approx((0.6, 0.6))
 
 
 @pytest.mark.parametrize("strategy", TAUGHT)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from draft_toys import HIDDEN, VOCAB
-from torch.nn import functional as F
+from torch import Tensor
 
-from draftworks.drafts.anchors import draw_blocks
+from draftworks.strategies.dflash.loss import TaughtBlocks
 from draftworks.strategies.dflash.strategy import DFlashStrategy
 
 OPTIONS = {"block_size": 4, "num_layers": 2, "layer_ids": [1, 3, 6], "num_anchors": 5}
@@ -32,9 +32,15 @@ def gradients(strategy: DFlashStrategy, loss: torch.Tensor) -> dict[str, torch.T
     return dict(zip(names, torch.autograd.grad(loss, weights)))
 
 
-def anchors_drawn(strategy: DFlashStrategy, batch, step: int) -> list[list[int]]:
-    mask = batch["loss_mask"]
-    candidates = mask & F.pad(mask[:, 1:], (0, 1), value=False)
-    options = strategy.options
-    blocks = draw_blocks(candidates, batch["draws"], step, options.num_anchors, options.block_size)
-    return [row[on].tolist() for row, on in zip(blocks.anchors, blocks.live)]
+def label_blocks(states: Tensor, last: Tensor, labels: Tensor, counts: Tensor, positions: Tensor) -> TaughtBlocks:
+    """Blocks whose losses are asked for, of states (L, H) of the labels that count, which are at `positions` of `last`."""
+    spread, where = states.new_zeros(*counts.shape, states.shape[-1]), torch.zeros(counts.shape, dtype=torch.int64)
+    spread, where = spread.masked_scatter(counts[..., None], states), where.masked_scatter(counts, positions)
+    nothing = torch.zeros(len(labels), dtype=torch.int64)
+    return TaughtBlocks(spread, nothing, labels, counts, where, last, states[:0], nothing.bool())
+
+
+def one_label(state: Tensor, last: Tensor) -> TaughtBlocks:
+    """The one label 0 of a state (1, H) after a target's (1, H)."""
+    zero = torch.tensor([[0]])
+    return label_blocks(state.view(1, -1), last, zero, zero == 0, zero[0])

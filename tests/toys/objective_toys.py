@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from strategy_cases import find_cases, list_options
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.vocab import VocabMapping
@@ -25,14 +26,8 @@ PROMPT, ANSWER = 3, 36
 """Tokens of a sample."""
 BLOCKS = {"block_size": 4, "num_layers": 1, "layer_ids": [1, 3], "num_anchors": ANSWER}
 SIZES: Mapping[str, Mapping[str, Any]] = {
-    "eagle3": {"ttt_length": 3},
-    "dflash": BLOCKS,
-    "dflash2": {**BLOCKS, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
-    "domino": {**BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
-    "dspark": {**BLOCKS, "markov_rank": 6},
-    "xpress": {**BLOCKS, "refiner_rank": 6},
-    "lilicorr": {**BLOCKS, "candidate_topk": 4, "lattice_size": 8, "lattice_heads": 2},
-    "peagle": {"num_depths": 3, "num_layers": 1},
+    name: {field: 1 if field == "num_layers" else size for field, size in list_options(name, BLOCKS).items()}
+    for name in find_cases()
 }
 
 

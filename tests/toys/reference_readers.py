@@ -1,4 +1,4 @@
-"""The readers of exports over the weights of a draft in training: the reference that its tests compare it with.
+"""The readers of DFlash and EAGLE-3 over the weights of a draft in training; those of other strategies are made of these.
 
 Readers share no code with models, drafters and writers. Here they get the draft's own parameters under the canonical names,
 so a loss that is computed from their logits has gradients for these parameters.
@@ -20,31 +20,7 @@ from draftworks.export.readers.rope import RopeTable
 from draftworks.export.readers.sizes import LayerSizes
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.reader import DFlashReader, Mask, anchored_mask, moving_mask
-from draftworks.strategies.dflash2.reader import DFlash2Reader, convolve, select
-from draftworks.strategies.domino.reader import DominoReader
-from draftworks.strategies.dspark.reader import DSparkReader
 from draftworks.strategies.eagle3.reader import Eagle3Norms, Eagle3Reader
-from draftworks.strategies.lilicorr.reader import LatticeSettings, LiLiCorrReader
-from draftworks.strategies.peagle.reader import PEagleReader
-from draftworks.strategies.xpress.reader import XPressReader
-
-
-def eagle3_reader(strategy: DraftStrategy) -> Eagle3Reader:
-    options = strategy.options
-    norms = Eagle3Norms(
-        norm_before_residual=options.norm_before_residual,
-        norm_before_fc=options.norm_before_fc,
-        fc_norm=options.fc_norm,
-        norm_output=options.feedback == "post_norm",
-    )
-    return _chain(strategy, norms, "midlayer.", options.sliding_window)
-
-
-def peagle_reader(strategy: DraftStrategy) -> PEagleReader:
-    options = strategy.options
-    norms = Eagle3Norms(norm_before_residual=options.norm_before_residual, fc_norm=options.fc_norm)
-    first = _chain(strategy, norms, "layers.0.", options.sliding_window)
-    return PEagleReader(first.taps, first.vocabulary, first.dtype, first, strategy.config()["mask_token_id"])
 
 
 def _mask(window: int | None, kind: str) -> Mask:
@@ -75,44 +51,6 @@ def dflash_reader(strategy: DraftStrategy, first_row: int = 1) -> DFlashReader:
     )
 
 
-def dflash2_reader(strategy: DraftStrategy) -> DFlash2Reader:
-    options = strategy.options
-    rows = convolve(dflash_reader(strategy), options.conv_kernel_size, options.conv_group_size)
-    return select(rows, options.selector_top_k)
-
-
-def domino_reader(strategy: DraftStrategy) -> DominoReader:
-    backbone = dflash_reader(strategy, first_row=0 if strategy.options.shift_label else 1)
-    uncorrected = strategy.options.pure_draft_prefix_len
-    return DominoReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, uncorrected)
-
-
-def dspark_reader(strategy: DraftStrategy) -> DSparkReader:
-    backbone, options = dflash_reader(strategy, first_row=0), strategy.options
-    kind = options.markov_head_type if options.markov_rank else None
-    heads = (kind, options.confidence_with_markov)
-    return DSparkReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, *heads)
-
-
-def xpress_reader(strategy: DraftStrategy) -> XPressReader:
-    backbone, passes = dflash_reader(strategy), strategy.options.jacobi_passes
-    return XPressReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, passes)
-
-
-def lilicorr_reader(strategy: DraftStrategy) -> LiLiCorrReader:
-    backbone, options = dflash_reader(strategy), strategy.options
-    if options.conv_kernel_size is not None:
-        backbone = convolve(backbone, options.conv_kernel_size, options.conv_group_size)
-    settings = LatticeSettings(
-        candidates=options.candidate_topk,
-        heads=options.lattice_heads,
-        layers=options.lattice_layers,
-        logit_scale=options.logit_scale,
-        vector_eps=options.vector_eps,
-    )
-    return LiLiCorrReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, settings)
-
-
 def propose_greedily(reader: ExportReader, features: Tensor, next_tokens: Tensor, count: int) -> list[int]:
     """Return the target's ids of `count` first choices, each after those before it, all computed again for every token."""
     drawn = next_tokens[:0]
@@ -122,7 +60,7 @@ def propose_greedily(reader: ExportReader, features: Tensor, next_tokens: Tensor
     return drawn.tolist()
 
 
-def _chain(strategy: DraftStrategy, norms: Eagle3Norms, layer: str, window: int | None) -> Eagle3Reader:
+def chain_reader(strategy: DraftStrategy, norms: Eagle3Norms, layer: str, window: int | None) -> Eagle3Reader:
     config, target, model = strategy.config(), strategy.target, strategy.model
     weights = _weights(strategy)
     return Eagle3Reader(

@@ -1,4 +1,4 @@
-"""DFlash's serving form: one sequence, with cached keys and values of the context, and one block after it."""
+"""The serving form of block drafts: one sequence, with cached keys and values of the context, and one block after it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import cast
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
 from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
-from draftworks.strategies.dflash.model import BlockStates, DFlashDraft, DFlashLayer
+from draftworks.strategies.dflash.model import BlockDraft, BlockStates, DFlashDraft, DFlashLayer
 
 
-class DFlashDrafter(Drafter):
+class BlockDrafter(Drafter):
     """Drafter whose context is the target's features so far; the anchor is the token after them.
+
+    The backbone computes a block's states once, then tokens are decoded one after another.
 
     Args:
         taps: names of the features, in the order in which `fc` reads them.
     """
 
-    def __init__(self, model: DFlashDraft, taps: Sequence[str]) -> None:
-        self._model = model
+    def __init__(self, draft: BlockDraft, taps: Sequence[str]) -> None:
+        self._draft, self._model = draft, draft.backbone
         self._taps = tuple(taps)
         self._length = 0
         self._context: list[KeyValue] = []
@@ -43,12 +44,17 @@ class DFlashDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
-        model = self._model
-        logits = F.linear(model.norm(self.compute_states().states[0, 1 : 1 + count]), model.target_head)
+        block = self.compute_states()
         if temperature == 0:
-            return Proposal(logits.argmax(-1))
-        probabilities = distribution(logits, temperature)
-        return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
+            return Proposal(self._draft.decode(block, count, lambda logits: logits.argmax(-1))[0])
+        drawn_from: list[Tensor] = []
+
+        def sample(logits: Tensor) -> Tensor:
+            drawn_from.append(distribution(logits[0], temperature))
+            return draw(drawn_from[-1], generator)[None]
+
+        tokens = self._draft.decode(block, count, sample)[0]
+        return Proposal(tokens, torch.stack(drawn_from))
 
     @torch.no_grad()
     def compute_states(self) -> BlockStates:

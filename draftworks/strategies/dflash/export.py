@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,10 +41,34 @@ _PLAIN = {
 """Keys that change what servers compute with the same tensors, each with the value that changes nothing."""
 
 
+BACKBONE: Mapping[str, tuple[str, ...]] = {"backbone.": ("fc", "hidden_norm", "layers", "norm")}
+
+
 class DFlashFormat(ExportFormat):
-    """Base of the formats. All have the same tensors under canonical names, without the target's embedding and head."""
+    """Base of the formats of the family: the tensors of the backbone, without the target's embedding and head, and of a head.
+
+    Attributes:
+        head_keys: what a config.json calls the options of a head, by these.
+        prefixes: of canonical names, that exported names do not have; each with the first parts of the names behind it.
+        model_class: `architectures` of a config.json.
+    """
 
     strategy = "dflash"
+    head_keys: ClassVar[Mapping[str, str]] = {}
+    prefixes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    model_class: ClassVar[str]
+
+    def list_head_options(self, draft: CanonicalDraft) -> dict[str, Any]:
+        """Return the options of the head of one of our drafts that decide what it computes."""
+        return {option: getattr(draft.options, option) for option in self.head_keys}
+
+    def build_head_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
+        """Return the keys of config.json for the head of one of our drafts."""
+        return {self.head_keys[option]: value for option, value in self.list_head_options(draft).items()}
+
+    def list_head_tensors(self, shape: DraftShape) -> Shapes:
+        """Return the exported names and shapes of what comes to the backbone."""
+        return {}
 
     def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
         config = draft.config
@@ -57,12 +82,16 @@ class DFlashFormat(ExportFormat):
                 config["mask_token_id"],
                 list(draft.options.layer_windows()),
                 draft.options.sliding_window_kind,
-            ),
+            )
+            | self.list_head_options(draft),
             **{name: config[name] for name in _SAME_NAMES},
         )
 
     def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
-        return dict(draft.weights)
+        tensors = dict(draft.weights)
+        for prefix in self.prefixes:
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        return tensors
 
     def list_expected_tensors(self, shape: DraftShape) -> Shapes:
         hidden = shape.hidden_size
@@ -74,10 +103,12 @@ class DFlashFormat(ExportFormat):
         for layer in range(shape.num_layers):
             per_head = {f"layers.{layer}.self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
             names |= list_layer_tensors(f"layers.{layer}.", shape, inputs=hidden) | per_head
-        return names
+        return names | self.list_head_tensors(shape)
 
     def to_canonical_name(self, name: str) -> str:
-        return name.removeprefix("model.")
+        name = name.removeprefix("model.")
+        first = name.split(".", 1)[0]
+        return "".join(prefix for prefix, parts in self.prefixes.items() if first in parts) + name
 
 
 def build_block_options(
@@ -99,6 +130,11 @@ def build_block_options(
         "sliding_layers": None if len(sliding) in (0, len(windows)) else sliding,
         "sliding_window_kind": window_kind if sliding else "token",
     }
+
+
+def add_options(shape: DraftShape, head: Mapping[str, Any]) -> DraftShape:
+    """Return the shape of a backbone with the options of a head."""
+    return replace(shape, options={**shape.options, **head})
 
 
 def build_layer_type_keys(windows: tuple[int | None, ...]) -> dict[str, Any]:
@@ -220,7 +256,12 @@ class SpeculatorsDFlash(DFlashFormat):
     """
 
     name = "speculators_dflash"
+    model_class = "DFlashSpeculator"
     both_ways = False
+
+    def count_tokens(self, draft: CanonicalDraft) -> int:
+        """Return how many tokens servers ask for."""
+        return draft.config["block_size"] - 1
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         if draft.options.sliding_window is not None:
@@ -231,7 +272,7 @@ class SpeculatorsDFlash(DFlashFormat):
         return "speculators 0.9.0, and vLLM with DFlash."
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return build_vllm_commands(draft, folder, "dflash", draft.config["block_size"] - 1)
+        return build_vllm_commands(draft, folder, self.strategy, self.count_tokens(draft))
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """See the base. `sliding_window_non_causal` is left out at the library's default: with false vLLM makes full attention
@@ -245,8 +286,8 @@ class SpeculatorsDFlash(DFlashFormat):
             **build_layer_type_keys(draft.options.layer_windows()),
         }
         return {
-            "architectures": ["DFlashSpeculator"],
-            **build_speculators_keys("dflash", draft.target, config["block_size"] - 1),
+            "architectures": [self.model_class],
+            **build_speculators_keys(self.strategy, draft.target, self.count_tokens(draft)),
             "transformer_layer_config": layer,
             "draft_vocab_size": config["vocab_size"],
             "block_size": config["block_size"],
@@ -257,10 +298,11 @@ class SpeculatorsDFlash(DFlashFormat):
             "tie_word_embeddings": False,
             "dtype": layer["dtype"],
             "torch_dtype": layer["dtype"],
+            **self.build_head_keys(draft),
         }
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        return config.get("speculators_model_type") == "dflash"
+        return config.get("speculators_model_type") == self.strategy
 
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
@@ -288,6 +330,7 @@ class SpeculatorsDFlash(DFlashFormat):
 
 class ZlabDFlash(DFlashFormat):
     name = "zlab_dflash"
+    model_class = "DFlashDraftModel"
     sglang_algorithm = "DFLASH"
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
@@ -306,7 +349,7 @@ class ZlabDFlash(DFlashFormat):
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         config = draft.config
         return {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": [self.model_class],
             "model_type": "qwen3",
             "num_hidden_layers": config["num_layers"],
             **build_layer_keys(draft, dtype),
@@ -316,6 +359,7 @@ class ZlabDFlash(DFlashFormat):
             "dflash_config": {
                 "mask_token_id": config["mask_token_id"],
                 "target_layer_ids": to_format(self.name, draft.taps),
+                **self.build_head_keys(draft),
             },
         }
 

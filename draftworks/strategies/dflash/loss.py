@@ -5,7 +5,7 @@ Shapes: N blocks of k labels each, L of the N·k labels count; n, k and l are th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,42 +13,76 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import chunked_loss, cross_entropy, find_argmax
+from draftworks.drafts.logit_losses import LossSums, chunked_loss, cross_entropy, find_argmax
+from draftworks.drafts.objectives import LossSettings
+from draftworks.strategies.dflash.options import DFlashOptions
 
 LabelWeighting = Callable[[Tensor, Tensor], Tensor]
 """From the cross-entropies (n, k) and the label mask (n, k) bool of whole blocks to the labels' loss weights (n, k)."""
 
 
-class BlockLosses(NamedTuple):
-    """`loss` = Σ CE · weight is differentiable; the sums over blocks, (k,) float64 each, are not."""
+class TaughtBlocks(NamedTuple):
+    """The N blocks of a micro-batch with a label that counts, and what their losses are computed from.
 
-    loss: Tensor
-    ce_sums: Tensor
-    corrects: Tensor
-
-
-def block_cross_entropy(
-    states: Tensor, head: Tensor, labels: Tensor, label_mask: Tensor, weigh: LabelWeighting, chunk_blocks: int
-) -> BlockLosses:
-    """Return the weighted cross-entropy of the labels that count.
-
-    Args:
-        states: (L, H), normed, of the labels that count, in order of block and place.
-        head: (V, H), frozen.
+    Attributes:
+        states: (N, size, H) of the backbone, normed; the last k of a block propose.
+        known: (N,) int64, the anchors' tokens.
         labels: (N, k) int64.
         label_mask: (N, k) bool, on at L labels.
-        weigh: loss weights from the cross-entropies; constants for the gradient.
-        chunk_blocks: blocks whose logits are held at a time.
+        positions: (N, k) int64, the flat position, of (B, S), at which the target predicts each label.
+        last: (B·S, H), the target's last hidden states; None where the strategy has no teacher.
+        context: (N, H), the fused context before each anchor.
+        has_context: (N,) bool, whether there is one.
     """
 
-    def formula(chunk: BlockChunk, states: Tensor) -> BlockLosses:
+    states: Tensor
+    known: Tensor
+    labels: Tensor
+    label_mask: Tensor
+    positions: Tensor
+    last: Tensor | None
+    context: Tensor
+    has_context: Tensor
+
+    @property
+    def proposing(self) -> Tensor:
+        """The states that the labels that count are predicted from, (L, H)."""
+        return self.states[:, -self.labels.shape[1] :][self.label_mask]
+
+    @property
+    def previous(self) -> Tensor:
+        """The true tokens before the labels, (N, k) int64."""
+        return torch.cat([self.known[:, None], self.labels[:, :-1]], dim=1)
+
+    def sum_chunks(
+        self,
+        formula: Callable[..., LossSums],
+        inputs: Sequence[Tensor | None],
+        settings: LossSettings,
+        shared: Sequence[Tensor] = (),
+        passes: int = 1,
+    ) -> LossSums:
+        """Return `chunked_loss` of a formula over inputs of the labels that count, (L, …) each.
+
+        Args:
+            passes: sets of logits that the formula makes of a label.
+        """
+        at_once = max(1, settings.options.choose_chunk_blocks(self.states.device) // passes)
+        return chunked_loss(formula, split_into_chunks(self.labels, self.label_mask, at_once), inputs, shared)
+
+
+def block_cross_entropy(blocks: TaughtBlocks, head: Tensor, settings: LossSettings) -> LossSums:
+    """Return the weighted cross-entropy of the labels that count under a frozen head (V, H)."""
+    weigh = choose_weighting(settings.options)
+
+    def formula(chunk: BlockChunk, states: Tensor) -> LossSums:
         logits = at_least_float32(F.linear(states, head))  # (l, V)
         correct = is_argmax(logits, chunk.labels)  # (l,)
         ce = cross_entropy(logits, chunk.labels)  # (l,)
-        loss = torch.dot(chunk.label_weights(weigh, ce), ce)
-        return BlockLosses(loss, chunk.scatter(ce).sum(0), chunk.scatter(correct).sum(0))
+        sums = {"acc_corrects": chunk.sum(correct), "loss_sums": chunk.sum(ce)}
+        return LossSums(torch.dot(chunk.label_weights(weigh, ce), ce), sums)
 
-    return chunked_loss(formula, split_into_chunks(labels, label_mask, chunk_blocks), [states])
+    return blocks.sum_chunks(formula, [blocks.proposing], settings)
 
 
 @dataclass(frozen=True)
@@ -70,6 +104,14 @@ class BlockChunk:
         zeros = torch.zeros(self.label_mask.shape, dtype=values.dtype, device=values.device)
         return zeros.masked_scatter_(self.label_mask, values.detach())
 
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sums over blocks, by place, of one value per label: (l,) to (k,)."""
+        return self.scatter(values).sum(0)
+
+    def sum_prefixes(self, hits: Tensor) -> Tensor:
+        """Return `sum_prefix_lengths` of labels (l,) bool, (1,)."""
+        return sum_prefix_lengths(self.scatter(hits), self.label_mask)
+
     def label_weights(self, weigh: LabelWeighting, ce: Tensor) -> Tensor:
         """Return the loss weights (l,) from the cross-entropies (l,)."""
         return weigh(self.scatter(ce), self.label_mask)[self.label_mask].to(ce.dtype)
@@ -78,7 +120,9 @@ class BlockChunk:
 def split_into_chunks(labels: Tensor, label_mask: Tensor, chunk_blocks: int) -> Iterator[BlockChunk]:
     """Yield `chunk_blocks` blocks at a time, without chunks in which no label counts, but at least one chunk.
 
-    Arguments as of `block_cross_entropy`.
+    Args:
+        labels: (N, k) int64.
+        label_mask: (N, k) bool.
     """
     labels_before = F.pad(label_mask.sum(1).cumsum(0), (1, 0)).tolist()  # of each block; last, of all
     if not labels_before[-1]:
@@ -96,15 +140,27 @@ def is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def sum_prefix_lengths(hits: Tensor, label_mask: Tensor) -> Tensor:
-    """Return the total length of the correct prefixes of blocks, from hits (n, k).
+    """Return the total length of the correct prefixes of blocks, (1,), from hits (n, k).
 
     A label that does not count neither ends a prefix, as in SpecForge, nor lengthens it.
     """
-    return ((hits | ~label_mask).cumprod(1) * hits).sum()
+    return ((hits | ~label_mask).cumprod(1) * hits).sum()[None]
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def choose_place_weighting(options: DFlashOptions) -> LabelWeighting:
+    """Return the weighting by place alone."""
+    return uniform_weights if options.gamma is None else decaying_weights(options.gamma)
+
+
+def choose_weighting(options: DFlashOptions) -> LabelWeighting:
+    """Return the labels' loss weights, from the cross-entropies; constants for the gradient."""
+    if options.weighting == "uniform":
+        return choose_place_weighting(options)
+    return dpace_weights(options.dpace_alpha, options.weighting)
 
 
 def uniform_weights(ce: Tensor, label_mask: Tensor) -> Tensor:

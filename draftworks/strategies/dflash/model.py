@@ -1,7 +1,11 @@
-"""The DFlash draft model (arXiv 2602.06036): a few layers in which blocks read fused layers of the target as context."""
+"""The DFlash draft model (arXiv 2602.06036): a few layers in which blocks read fused layers of the target as context.
+
+It is a draft by itself, and the backbone of those of the family, whose heads decode the tokens of a block otherwise.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -13,8 +17,10 @@ from draftworks.drafts.anchors import Blocks, place_blocks
 from draftworks.drafts.attention import DraftAttention, KeyValue, Window
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
+from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.objectives import LossSettings
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies.dflash.loss import BlockLosses, LabelWeighting, block_cross_entropy
+from draftworks.strategies.dflash.loss import TaughtBlocks, block_cross_entropy
 
 PROPOSE_BLOCKS_AT_ONCE = 64
 """Blocks per document that `propose` holds at a time; every pass reads the whole context of the row."""
@@ -40,8 +46,103 @@ class BlockStates(NamedTuple):
         return map(BlockStates._make, zip(*(part.split(size) for part in self), strict=True))
 
 
-DecodeBlocks = Callable[[BlockStates], Tensor]
-"""From n blocks to the proposed tokens (n, count)."""
+ChooseTokens = Callable[[Tensor], Tensor]
+"""From logits (n, V) to the proposed tokens (n,)."""
+
+
+class LabelledBlocks(NamedTuple):
+    """A micro-batch, its blocks, and the k labels of each.
+
+    Attributes:
+        input_ids: (B, S) int64.
+        features: (B, S, taps · H).
+        last: (B, S, H), the target's last hidden states; None where the strategy has no teacher.
+        labels, label_mask: (B, A, k), int64 and bool.
+    """
+
+    input_ids: Tensor
+    features: Tensor
+    last: Tensor | None
+    blocks: Blocks
+    labels: Tensor
+    label_mask: Tensor
+
+
+class BlockDraft(nn.Module, ABC):
+    """A draft of the family: the backbone makes the states of a block at once, a head decodes tokens from them.
+
+    A subclass has the backbone, or is it, and adds `compute_loss` and `decode`.
+    """
+
+    backbone: DFlashDraft
+
+    @abstractmethod
+    def compute_loss(self, blocks: TaughtBlocks, settings: LossSettings) -> LossSums:
+        """Return the loss of the labels that count, and its metric sums by the names of `StepOutput`, without `_denoms`."""
+
+    @abstractmethod
+    def decode(self, blocks: BlockStates, count: int, choose: ChooseTokens) -> Tensor:
+        """Decode the tokens of n blocks one place after another, (n, count) int64.
+
+        Args:
+            choose: called once per place, in order.
+        """
+
+    def forward(self, batch: LabelledBlocks, settings: LossSettings) -> LossSums:
+        """Return `compute_loss` of a micro-batch; called once for each."""
+        backbone, blocks, label_mask = self.backbone, batch.blocks, batch.label_mask
+        taught = label_mask.any(-1)  # (B, A), on at N blocks
+        context = backbone.fuse_context(batch.features)  # (B, S, H)
+        states = backbone.compute_states(batch.input_ids, context, blocks)[taught]  # (N, size, H)
+        row, anchors = taught.nonzero()[:, 0], blocks.anchors[taught]
+        # The label at anchor + 1 + i is predicted by the target at anchor + i, which may be behind the row's end.
+        length, places = batch.input_ids.shape[1], torch.arange(label_mask.shape[-1], device=row.device)
+        predicted_at = (anchors[:, None] + places).clamp_max(length - 1)
+        rows = TaughtBlocks(
+            states=backbone.norm(states),
+            known=batch.input_ids[row, anchors],
+            labels=batch.labels[taught],
+            label_mask=label_mask[taught],
+            positions=row[:, None] * length + predicted_at,
+            last=None if batch.last is None else batch.last.flatten(0, 1),
+            context=context[row, (anchors - 1).clamp_min(0)],
+            has_context=anchors > blocks.begins[taught],
+        )
+        return self.compute_loss(rows, settings)
+
+    @torch.no_grad()
+    def propose(
+        self, input_ids: Tensor, features: Tensor, position_mask: Tensor, count: int, documents: Documents | None = None
+    ) -> Tensor:
+        """Return what a server would propose at each of many positions, greedily.
+
+        Args:
+            position_mask: (B, S) bool: position t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
+            documents: of the batch; None if each batch row is one.
+
+        Returns:
+            (B, S, count) int64 ids of the target; -1 at other positions.
+        """
+        backbone = self.backbone
+        context = backbone.fuse_context(features)  # (B, S, H)
+        anchored = F.pad(position_mask[:, :-1], (1, 0))
+        if documents is not None:
+            anchored = anchored & (documents.positions > 0)
+        blocks = place_blocks(anchored, backbone.block_size, documents)
+        proposals = input_ids.new_full((*position_mask.shape, count), -1)
+        at_once = PROPOSE_BLOCKS_AT_ONCE * (1 if documents is None else len(documents.lengths))
+        for start in range(0, blocks.count, at_once):
+            part = blocks.select(start, start + at_once)
+            states = backbone.compute_states(input_ids, context, part)[part.live]  # (n, size, H)
+            row, block = part.live.nonzero().T
+            anchors = part.anchors[row, block]
+            together = BlockStates(states, input_ids[row, anchors], context[row, anchors - 1])
+            decoded = [
+                self.decode(piece, count, lambda logits: logits.argmax(-1))
+                for piece in together.split(DECODE_BLOCKS_AT_ONCE)
+            ]
+            proposals[row, anchors - 1] = torch.cat(decoded)
+        return proposals
 
 
 class CastHead(NamedTuple):
@@ -128,7 +229,7 @@ MakeLayer = Callable[[TargetParts, DFlashSizes, Window | None, torch.Generator],
 """From the target, the sizes, the layer's window and the source of randomness to a layer of the draft."""
 
 
-class DFlashDraft(nn.Module):
+class DFlashDraft(BlockDraft):
     """The trainable draft. Embedding and head are the target's, as buffers outside the checkpoint.
 
     Args:
@@ -205,76 +306,14 @@ class DFlashDraft(nn.Module):
             hidden = layer(hidden, context, at_context, at_blocks, attend)
         return hidden.unflatten(1, (-1, self.block_size))  # (B, A, size, H)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        blocks: Blocks,
-        labels: Tensor,
-        label_mask: Tensor,
-        weigh: LabelWeighting,
-        chunk_blocks: int,
-    ) -> BlockLosses:
-        """Return the loss of the labels that count; called once per micro-batch.
+    @property
+    def backbone(self) -> DFlashDraft:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self
 
-        Args:
-            labels, label_mask: (B, A, size - 1), int64 and bool.
-        """
-        states = self.compute_states(input_ids, self.fuse_context(features), blocks)[:, :, 1:]  # (B, A, size - 1, H)
-        return block_cross_entropy(
-            self.norm(states[label_mask]),  # (L, H)
-            self.target_head,
-            labels.flatten(0, 1),
-            label_mask.flatten(0, 1),
-            weigh,
-            chunk_blocks,
-        )
+    def compute_loss(self, blocks: TaughtBlocks, settings: LossSettings) -> LossSums:
+        return block_cross_entropy(blocks, self.target_head, settings)
 
     @torch.no_grad()
-    def propose(
-        self, input_ids: Tensor, features: Tensor, position_mask: Tensor, count: int, documents: Documents | None = None
-    ) -> Tensor:
-        """Return what a server would propose at each of many positions, greedily.
-
-        Args:
-            position_mask: (B, S) bool: position t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
-            documents: of the batch; None if each batch row is one.
-
-        Returns:
-            (B, S, count) int64 ids of the target; -1 at other positions.
-        """
-        head = self.target_head
-
-        def decode_greedily(blocks: BlockStates) -> Tensor:
-            return F.linear(self.norm(blocks.states[:, 1 : 1 + count]), head).argmax(-1)
-
-        return self.propose_blocks(input_ids, features, position_mask, count, decode_greedily, documents)
-
-    @torch.no_grad()
-    def propose_blocks(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        position_mask: Tensor,
-        count: int,
-        decode: DecodeBlocks,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Return `propose` for any way to decode tokens from the states of blocks."""
-        context = self.fuse_context(features)  # (B, S, H)
-        anchored = F.pad(position_mask[:, :-1], (1, 0))
-        if documents is not None:
-            anchored = anchored & (documents.positions > 0)
-        blocks = place_blocks(anchored, self.block_size, documents)
-        proposals = input_ids.new_full((*position_mask.shape, count), -1)
-        at_once = PROPOSE_BLOCKS_AT_ONCE * (1 if documents is None else len(documents.lengths))
-        for start in range(0, blocks.count, at_once):
-            part = blocks.select(start, start + at_once)
-            states = self.compute_states(input_ids, context, part)[part.live]  # (n, size, H)
-            row, block = part.live.nonzero().T
-            anchors = part.anchors[row, block]
-            pieces = BlockStates(states, input_ids[row, anchors], context[row, anchors - 1]).split(
-                DECODE_BLOCKS_AT_ONCE
-            )
-            proposals[row, anchors - 1] = torch.cat([decode(piece) for piece in pieces])
-        return proposals
+    def decode(self, blocks: BlockStates, count: int, choose: ChooseTokens) -> Tensor:
+        logits = F.linear(self.norm(blocks.states[:, 1 : 1 + count]), self.target_head)
+        return torch.stack([choose(place) for place in logits.unbind(1)], dim=1)

@@ -135,6 +135,25 @@ class DFlashReader(ExportReader):
         return rms_norm(x, self.weights[f"{name}.weight"], self.sizes.eps)
 
 
+@dataclass(frozen=True)
+class HeadReader(ExportReader):
+    """A head over the rows of a DFlash block, whose reader holds the head's weights too."""
+
+    backbone: DFlashReader = field(repr=False)
+
+    @property
+    def taps(self) -> tuple[LayerTap, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.backbone.taps
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.backbone.vocabulary
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.backbone.dtype
+
+
 def read_zlab_dflash(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> DFlashReader:
     """Read a draft as z-lab's own code and SGLang do."""
     return read_zlab(folder, target, dtype, "zlab_dflash", first_row=1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from draftworks.config.strategies import MetricSums
 from draftworks.drafts.anchors import Blocks, derive_sample_seed, draw_blocks, gather_labels, make_label_mask
 from draftworks.drafts.attention import Window
 from draftworks.drafts.collation import BatchLayout
@@ -17,9 +19,9 @@ from draftworks.drafts.option_defaults import resolve_mask_token
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
-from draftworks.strategies.dflash.drafter import DFlashDrafter
-from draftworks.strategies.dflash.loss import LabelWeighting, decaying_weights, dpace_weights, uniform_weights
-from draftworks.strategies.dflash.model import DFlashDraft, DFlashLayer, DFlashSizes
+from draftworks.strategies.dflash.drafter import BlockDrafter
+from draftworks.strategies.dflash.loss import choose_place_weighting
+from draftworks.strategies.dflash.model import BlockDraft, DFlashDraft, DFlashLayer, DFlashSizes, LabelledBlocks
 from draftworks.strategies.dflash.options import DFLASH, DFlashOptions
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class DFlashStrategy(DecoderStrategy):
     """
 
     spec, name = DFLASH, DFLASH.name
+    labels_end_with_answer: ClassVar[bool] = False
+    """Whether labels of the next answer are left out in `specforge` too."""
 
     def __init__(self, options: DFlashOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
         super().__init__(options, target, vocab, seed)
@@ -54,7 +58,15 @@ class DFlashStrategy(DecoderStrategy):
             strategy=self.name,
         )
         self.backbone = DFlashDraft(self.target, self._sizes, torch.Generator().manual_seed(seed), self.make_layer)
-        self.model = self.backbone
+        self.model = self.make_draft()
+
+    def make_draft(self) -> BlockDraft:
+        """Return the model; a strategy that is built on DFlash returns the backbone with a head of its own."""
+        return self.backbone
+
+    def make_generator(self, part: str) -> torch.Generator:
+        """Return the only source of randomness of a head's initial weights."""
+        return torch.Generator().manual_seed(derive_sample_seed(self.seed, part))
 
     def make_layer(
         self, target: TargetParts, sizes: DFlashSizes, window: Window | None, generator: torch.Generator
@@ -72,28 +84,24 @@ class DFlashStrategy(DecoderStrategy):
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Return the sums that the class describes. In training, the anchors depend on the step of `ctx`."""
-        mask, ids = batch["loss_mask"], batch["input_ids"]
-        blocks = self.draw_blocks(batch, ctx)
-        label_mask = make_label_mask(blocks, mask, contiguous=self.options.loss == "token_mean")
-        result = self.model(
-            ids,
-            batch["features"],
-            blocks,
-            gather_labels(blocks, ids),
-            label_mask,
-            self.weigh,
-            self.options.choose_chunk_blocks(ids.device),
-        )
-        supervised = label_mask.sum(dim=(0, 1), dtype=torch.float64)
-        sums = {
-            "acc_corrects": result.corrects,
-            "acc_denoms": supervised,
-            "loss_sums": result.ce_sums,
-            "loss_denoms": supervised,
-        }
-        return StepOutput(
-            result.loss, self.compute_loss_weight(label_mask, len(batch["draws"])).to(result.loss.dtype), sums
-        )
+        assert self.max_draft_tokens is not None, "a block has an end"
+        ids, blocks = batch["input_ids"], self.draw_blocks(batch, ctx)
+        labelled = replace(blocks, size=1 + self.max_draft_tokens)
+        contiguous = self.labels_end_with_answer or self.options.loss == "token_mean"
+        label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous)
+        last = batch["last"] if self.spec.uses_last_hidden else None
+        rows = LabelledBlocks(ids, batch["features"], last, blocks, gather_labels(labelled, ids), label_mask)
+        result = self.model(rows, self.make_loss_settings(ctx))
+        weight = self.compute_loss_weight(label_mask, len(batch["draws"])).to(result.loss.dtype)
+        return StepOutput(result.loss, weight, result.sums | self._count_labels(result.sums, label_mask))
+
+    def _count_labels(self, sums: Mapping[str, Tensor], label_mask: Tensor) -> dict[str, Tensor]:
+        """Return the denominators of metric sums: labels by place, (k,), or blocks with a label that counts, (1,)."""
+        labels, blocks = label_mask.sum(dim=(0, 1), dtype=torch.float64), label_mask.any(-1).sum(dtype=torch.float64)
+        declared = self.spec.metric_sums(self.options) if self.spec.metric_sums else MetricSums(len(labels))
+        names = [name.removesuffix("_sums") for name in sums if name.endswith("_sums")]
+        denoms = {f"{name}_denoms": blocks[None] if name in declared.by_block else labels for name in names}
+        return {"acc_denoms": labels, **denoms}
 
     def draw_blocks(self, batch: TrainBatch, ctx: StepContext) -> Blocks:
         """Return the blocks of the loss; see the class."""
@@ -103,7 +111,7 @@ class DFlashStrategy(DecoderStrategy):
         return draw_blocks(candidates, seeds, step, self.options.num_anchors, self.options.block_size, documents)
 
     def drafter(self) -> Drafter:
-        return DFlashDrafter(self.backbone, self.tap_names)
+        return BlockDrafter(self.model, self.tap_names)
 
     def fsdp_blocks(self) -> Sequence[nn.Module]:
         return tuple(self.backbone.layers)
@@ -121,26 +129,13 @@ class DFlashStrategy(DecoderStrategy):
             "num_target_layers": self.target.num_layers,
         }
 
-    @property
-    def _place_weights(self) -> LabelWeighting:
-        return uniform_weights if self.options.gamma is None else decaying_weights(self.options.gamma)
-
-    @property
-    def weigh(self) -> LabelWeighting:
-        """The labels' loss weights, from the cross-entropies."""
-        options = self.options
-        return (
-            self._place_weights
-            if options.weighting == "uniform"
-            else dpace_weights(options.dpace_alpha, options.weighting)
-        )
-
     def compute_loss_weight(self, label_mask: Tensor, samples: int) -> Tensor:
         """Return `StepOutput.loss_weight` from the label mask (B, A, k) and the number of samples."""
         if self.options.loss == "specforge" and self.options.weighting != "uniform":
             return torch.full((), float(samples), device=label_mask.device)
         flat = label_mask.flatten(0, 1)
-        return self._place_weights(torch.zeros(flat.shape, dtype=torch.float64, device=flat.device), flat).sum()
+        weigh = choose_place_weighting(self.options)
+        return weigh(torch.zeros(flat.shape, dtype=torch.float64, device=flat.device), flat).sum()
 
 
 def _make_window(size: int | None, kind: str) -> Window | None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.config.decoding import Decoding
-from draftworks.drafts.acceptance import find_served_targets, measure_acceptance
-from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.objectives import Temperatures, soften
+from draftworks.drafts.acceptance import find_served_targets, measure_acceptance, name_served_sums
+from draftworks.drafts.logit_losses import compare_labels, cross_entropy
+from draftworks.drafts.objectives import LossSettings, soften
+from draftworks.strategies.dflash.loss import BlockChunk
+
+JUDGED = ("acceptance_sums", "tau_sums")
+"""Metric sums that an evaluation takes at temperature 1."""
 
 
 class Teacher(NamedTuple):
@@ -43,40 +47,39 @@ class Teacher(NamedTuple):
         return F.linear(self.last[positions].to(self.head.dtype), self.head).to(dtype)
 
 
-class JudgedLosses(Protocol):
-    """Sums of a loss that reads the target's distributions; a NamedTuple.
+class JudgedLabels(NamedTuple):
+    """Of every label: cross-entropy at temperature 1, and ½‖q - p‖₁ at the teacher's, (…) each."""
 
-    `acceptance_sums` (k,) and `tau`, a scalar, are those of one temperature.
-    """
-
-    @property
-    def acceptance_sums(self) -> Tensor: ...
+    ce: Tensor
+    distance: Tensor
 
     @property
-    def tau(self) -> Tensor: ...
-
-    def _replace(self, **values: Any) -> Any: ...
-
-
-J = TypeVar("J", bound=JudgedLosses)
+    def acceptance(self) -> Tensor:
+        """The probability that rejection sampling accepts a token drawn from p, (…), without gradient."""
+        return (1 - self.distance.detach()).clamp(0, 1)
 
 
-def judge_acceptance(trained: J, temperatures: Temperatures, measure: Callable[[Temperatures], J]) -> J:
-    """Return a loss's sums, those of acceptance at temperature 1 in an evaluation; in training unchanged.
+def judge_labels(logits: Tensor, labels: Tensor, q: Tensor, settings: LossSettings) -> JudgedLabels:
+    """Return how labels (l,) fare under logits (…, l, V) whose teacher is q (l, V) at the temperature of the settings."""
+    labels = labels.expand(logits.shape[:-1])
+    ce, distance = compare_labels(soften(logits, settings.temperature), labels, q)
+    return JudgedLabels(ce if settings.temperature == 1 else cross_entropy(logits, labels), distance)
+
+
+def sum_judged(
+    chunk: BlockChunk, acceptance: Tensor, served: Tensor | None, settings: LossSettings
+) -> dict[str, Tensor]:
+    """Return the metric sums of labels that are accepted with probability a (l,).
 
     Args:
-        measure: returns the sums with the loss at other temperatures.
+        served: (d, l), what servers accept by each of `settings.served`; None without one.
+
+    Returns:
+        `acceptance_sums`, (k,), of a; `tau_sums`, (1,), Σ over blocks of a_1 + a_1·a_2 + …: the expected number of accepted
+        proposals, had the proposals been the labels; and (k,) by each way to serve.
     """
-    if not temperatures.evaluates:
-        return trained
-    at_1 = temperatures.judge(trained, measure)
-    return trained._replace(acceptance_sums=at_1.acceptance_sums, tau=at_1.tau)
-
-
-def locate_teachers(blocks: Blocks, length: int) -> Tensor:
-    """Return (B, A, size) int64: the flat position, of (B, length), at which the target predicts the label of place i.
-
-    The label anchor + 1 + i is predicted at position anchor + i, which is the position of place i itself.
-    """
-    places = blocks.row_positions.unflatten(1, (-1, blocks.size))
-    return places + torch.arange(len(places), device=places.device)[:, None, None] * length
+    accepted = chunk.scatter(acceptance)
+    sums = {"acceptance_sums": accepted.sum(0), "tau_sums": accepted.cumprod(1).sum()[None]}
+    if served is None:
+        return sums
+    return sums | name_served_sums(settings.served, torch.stack([chunk.sum(each) for each in served]))

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_keys import require
-from draftworks.export.speculators_keys import build_speculators_keys, is_speculators
+from draftworks.export.speculators_keys import is_speculators
 from draftworks.strategies.dflash.export import (
+    BACKBONE,
     DFlashFormat,
     SpeculatorsDFlash,
     ZlabDFlash,
+    add_options,
     drop_head_keys,
     read_head_settings,
 )
@@ -31,7 +31,6 @@ CONVOLUTION_SIZES = ("conv_kernel_size", "conv_group_size")
 SIZES = (*CONVOLUTION_SIZES, "selector_rank", "selector_top_k")
 """Keys of all layouts, called as our options are."""
 _SPECULATORS_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-_BACKBONE, _OF_BACKBONE = "backbone.", ("fc", "hidden_norm", "layers", "norm")
 
 
 class DFlash2Parts(DFlashFormat):
@@ -39,33 +38,19 @@ class DFlash2Parts(DFlashFormat):
     no prefix for the backbone."""
 
     strategy = "dflash2"
+    head_keys = dict(zip(SIZES, SIZES))
+    prefixes = BACKBONE
+    model_class = CLASS_NAME
 
-    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
-        backbone = super().derive_shape(draft)
-        return replace(backbone, options={**backbone.options, **build_size_keys(draft)})
-
-    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
-        return {name.removeprefix(_BACKBONE): tensor for name, tensor in draft.weights.items()}
-
-    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
+    def list_head_tensors(self, shape: DraftShape) -> Shapes:
         taps, group, rank = (shape.options[size] for size in SIZES[:3])
         hidden, codebook = shape.hidden_size, (shape.vocab_size, rank)
         return {
-            **super().list_expected_tensors(shape),
             **list_convolution_tensors(shape.num_layers, hidden, taps, group),
             "candidate_selector.predecessor_codebook": codebook,
             "candidate_selector.successor_codebook": codebook,
             "candidate_selector.hidden_projection.weight": (rank, hidden),
         }
-
-    def to_canonical_name(self, name: str) -> str:
-        name = super().to_canonical_name(name)
-        return f"{_BACKBONE}{name}" if name.split(".", 1)[0] in _OF_BACKBONE else name
-
-
-def build_size_keys(draft: CanonicalDraft) -> dict[str, int]:
-    """Return the keys of config.json for convolutions and selector of one of our drafts."""
-    return {size: getattr(draft.options, size) for size in SIZES}
 
 
 def describe_vllm_block(draft: CanonicalDraft) -> str:
@@ -113,8 +98,7 @@ class ZlabDFlash2(DFlash2Parts, ZlabDFlash):
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """See the base. The block size is also written in `dflash_config`, where z-lab's own drafts of this class have it."""
         config = super().build_config(draft, dtype)
-        inside = {**config["dflash_config"], "block_size": config["block_size"], **build_size_keys(draft)}
-        return {**config, "architectures": [CLASS_NAME], "dflash_config": inside}
+        return {**config, "dflash_config": {**config["dflash_config"], "block_size": config["block_size"]}}
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return any(name in (config.get("architectures") or []) for name in _CLASS_NAMES) and not is_speculators(config)
@@ -123,8 +107,7 @@ class ZlabDFlash2(DFlash2Parts, ZlabDFlash):
         where = "config.json: dflash_config"
         backbone = super().read_shape(drop_head_keys(config, SIZES), target)
         settings = read_head_settings(config, (*SIZES, "block_size"), where)
-        sizes = read_sizes(settings, backbone.hidden_size, where)
-        return replace(backbone, options={**backbone.options, **sizes})
+        return add_options(backbone, read_sizes(settings, backbone.hidden_size, where))
 
 
 class SpeculatorsDFlash2(DFlash2Parts, SpeculatorsDFlash):
@@ -140,18 +123,7 @@ class SpeculatorsDFlash2(DFlash2Parts, SpeculatorsDFlash):
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return {}
 
-    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        return {
-            **super().build_config(draft, dtype),
-            "architectures": [CLASS_NAME],
-            **build_speculators_keys("dflash2", draft.target, draft.config["block_size"] - 1),
-            **build_size_keys(draft),
-        }
-
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        return config.get("speculators_model_type") == "dflash2"
-
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         backbone = super().read_shape(config, target)
-        sizes = read_sizes({**_SPECULATORS_DEFAULTS, **config}, backbone.hidden_size, "config.json")
-        return replace(backbone, options={**backbone.options, **sizes})
+        settings = {**_SPECULATORS_DEFAULTS, **config}
+        return add_options(backbone, read_sizes(settings, backbone.hidden_size, "config.json"))

@@ -13,92 +13,37 @@ Shapes as in draftworks.strategies.dflash.loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import chunked_loss, find_largest, log_probs_at
-from draftworks.strategies.dflash.loss import (
-    BlockChunk,
-    LabelWeighting,
-    at_least_float32,
-    split_into_chunks,
-    sum_prefix_lengths,
-)
-
-
-@dataclass(frozen=True)
-class DFlash2Objective:
-    """How the losses of labels add up.
-
-    Attributes:
-        weigh: w, from the cross-entropies of one of both losses to its weights; constants for the gradient.
-        alpha: weight of the selector's loss.
-        top_k: k, number of candidates.
-        chunk_blocks: blocks whose logits are held at a time.
-    """
-
-    weigh: LabelWeighting
-    alpha: float
-    top_k: int
-    chunk_blocks: int
-
-
-class DFlash2States(NamedTuple):
-    """What the labels that count are predicted from, in order of block and place.
-
-    Attributes:
-        states: (L, H), normed.
-        contexts: (L, r), the selector's factors of the token before and of the state, multiplied.
-    """
-
-    states: Tensor
-    contexts: Tensor
-
-
-class DFlash2Losses(NamedTuple):
-    """`loss` is differentiable; the sums over blocks, float64, are not.
-
-    Attributes:
-        loss_sums, selector_loss_sums: (k,), by place, of CE(u) + alpha·CE(s) and of CE(s), before w.
-        corrects: (k,), number of labels that the selector chooses.
-        recalled: (k,), number of labels among the candidates.
-        accepted, base_accepted: scalars, total length of the blocks' prefixes that the selector, and u, get right.
-    """
-
-    loss: Tensor
-    loss_sums: Tensor
-    selector_loss_sums: Tensor
-    corrects: Tensor
-    recalled: Tensor
-    accepted: Tensor
-    base_accepted: Tensor
+from draftworks.drafts.logit_losses import LossSums, find_largest, log_probs_at
+from draftworks.drafts.objectives import LossSettings
+from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, at_least_float32, choose_weighting
 
 
 def dflash2_cross_entropies(
-    inputs: DFlash2States,
-    head: Tensor,
-    successors: Tensor,
-    labels: Tensor,
-    label_mask: Tensor,
-    objective: DFlash2Objective,
-) -> DFlash2Losses:
+    blocks: TaughtBlocks, contexts: Tensor, head: Tensor, successors: Tensor, settings: LossSettings
+) -> LossSums:
     """Return the loss and the metric sums of the labels that count.
 
+    Sums: `loss_sums` and `selector_loss_sums`, of CE(u) + alpha·CE(s) and of CE(s), before w; `acc_corrects`, labels that the
+    selector chooses; `recall_sums`, labels among the candidates; `accept_len_sums` and `base_accept_len_sums`, total length of
+    the blocks' prefixes that the selector, and u, get right.
+
     Args:
+        contexts: (L, r), the selector's factors of the token before and of the state, multiplied.
         head: (V, H), frozen.
         successors: (V, r), trained.
-        labels: (N, k) int64.
-        label_mask: (N, k) bool, on at L labels.
     """
-    weigh, alpha = objective.weigh, objective.alpha
+    options, weigh = settings.options, choose_weighting(settings.options)
+    alpha = options.selector_loss_alpha
 
-    def formula(chunk: BlockChunk, states: Tensor, contexts: Tensor, successors: Tensor) -> DFlash2Losses:
+    def formula(chunk: BlockChunk, states: Tensor, contexts: Tensor, successors: Tensor) -> LossSums:
         logits = at_least_float32(F.linear(states, head))  # (l, V)
-        served = find_largest(logits, objective.top_k)
+        served = find_largest(logits, options.selector_top_k)
         taught = teach_candidates(served, chunk.labels)
         log_probs = log_probs_at(logits, torch.cat([chunk.labels[:, None], taught.ids], dim=1))
         ce = -log_probs[:, 0]  # (l,)
@@ -107,19 +52,18 @@ def dflash2_cross_entropies(
         selector_ce = F.cross_entropy(scores, taught.label_at, reduction="none")
         loss = torch.dot(chunk.label_weights(weigh, ce), ce)
         loss = loss + alpha * torch.dot(chunk.label_weights(weigh, selector_ce), selector_ce)
-        hits = chunk.scatter(taught.is_served & (scores.detach().argmax(-1) == taught.label_at))  # (n, k)
-        base_hits = chunk.scatter(served[:, 0] == chunk.labels)
-        return DFlash2Losses(
-            loss=loss,
-            loss_sums=chunk.scatter(ce + alpha * selector_ce).sum(0),
-            selector_loss_sums=chunk.scatter(selector_ce).sum(0),
-            corrects=hits.sum(0),
-            recalled=chunk.scatter(taught.is_served).sum(0),
-            accepted=sum_prefix_lengths(hits, chunk.label_mask),
-            base_accepted=sum_prefix_lengths(base_hits, chunk.label_mask),
-        )
+        hits = taught.is_served & (scores.detach().argmax(-1) == taught.label_at)  # (l,)
+        sums = {
+            "acc_corrects": chunk.sum(hits),
+            "loss_sums": chunk.sum(ce + alpha * selector_ce),
+            "selector_loss_sums": chunk.sum(selector_ce),
+            "recall_sums": chunk.sum(taught.is_served),
+            "accept_len_sums": chunk.sum_prefixes(hits),
+            "base_accept_len_sums": chunk.sum_prefixes(served[:, 0] == chunk.labels),
+        }
+        return LossSums(loss, sums)
 
-    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), inputs, [successors])
+    return blocks.sum_chunks(formula, [blocks.proposing, contexts], settings, [successors])
 
 
 class TaughtCandidates(NamedTuple):

@@ -12,28 +12,103 @@ other token is ever proposed.
 
 Initially `successor_codebook` is 0, so an untrained DFlash 2 proposes what DFlash does. (speculators draws all three factors
 with a deviation of 0.02. From 0, no noise has to be unlearned.)
+
+Its layers have dynamic convolutions inside a block, on the input and on the output of a sublayer.
+
+With the channels in groups of g, x_p the normed state at place p of a block, t the taps and s the side (0 the sublayer's
+input, 1 its output):
+
+    delta_p = kernel_projection · x_p          a number per side, tap and group
+    y_p = Σ_t (base_kernel[s, t] + delta_p[s, t, group]) ⊙ v_{p-t}      over the p - t inside the block
+
+v is x itself on the input side, the sublayer's output on the other; both sides take delta from x. Definition and names of
+the parameters are those of speculators 0.9.0 (`models/dflash2/model_definitions.py`) and SGLang 0.5.23 (`models/dflash.py`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.layers import seeded_linear
-from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
-from draftworks.strategies.dflash.loss import at_least_float32
-from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
-from draftworks.strategies.dflash2.loss import (
-    DFlash2Losses,
-    DFlash2Objective,
-    DFlash2States,
-    dflash2_cross_entropies,
-    score_candidates,
+from draftworks.drafts.attention import DraftAttention, KeyValue, Window
+from draftworks.drafts.layers import Rotation, seeded_linear, uninitialized_linear
+from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.objectives import LossSettings
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.strategies.dflash.loss import TaughtBlocks, at_least_float32
+from draftworks.strategies.dflash.model import (
+    BlockDraft,
+    BlockStates,
+    ChooseTokens,
+    DFlashDraft,
+    DFlashLayer,
+    DFlashSizes,
 )
+from draftworks.strategies.dflash2.loss import dflash2_cross_entropies, score_candidates
+from draftworks.strategies.dflash2.options import DFlash2Options
+
+SIDES = 2
+
+
+class BlockConvolution(nn.Module):
+    """The convolutions around one sublayer; initially both are the identity.
+
+    Args:
+        hidden: H, a multiple of `group_size`.
+    """
+
+    def __init__(self, hidden: int, block_size: int, taps: int, group_size: int) -> None:
+        super().__init__()
+        self._block_size, self._groups = block_size, hidden // group_size
+        base = torch.zeros(SIDES, taps, hidden)
+        base[:, 0] = 1
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = uninitialized_linear(hidden, SIDES * taps * self._groups, bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def forward(self, normed: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the convolved output of a sublayer of the convolved normed states, (B, A · size, H) like these."""
+        taps = self.base_kernel.shape[1]
+        deltas = self.kernel_projection(normed).unflatten(-1, (SIDES, taps, self._groups))
+        entering, leaving = deltas.unbind(-3)  # (B, A · size, taps, G)
+        return self._convolve(sublayer(self._convolve(normed, entering, 0)), leaving, 1)
+
+    def _convolve(self, x: Tensor, deltas: Tensor, side: int) -> Tensor:
+        grouped = x.unflatten(1, (-1, self._block_size)).unflatten(-1, (self._groups, -1))  # (B, A, size, G, g)
+        deltas = deltas.unflatten(1, (-1, self._block_size))[..., None]  # (B, A, size, taps, G, 1)
+        bases = self.base_kernel[side].unflatten(-1, (self._groups, -1))  # (taps, G, g)
+        total = torch.zeros_like(grouped)
+        for tap, base in enumerate(bases):
+            before = F.pad(grouped[:, :, : self._block_size - tap], (0, 0, 0, 0, tap, 0))
+            total = total + (base + deltas[:, :, :, tap]) * before
+        return total.view_as(x)
+
+
+class DFlash2Layer(DFlashLayer):
+    """A layer of DFlash with convolutions around its attention and around its MLP."""
+
+    def __init__(
+        self,
+        target: TargetParts,
+        sizes: DFlashSizes,
+        window: Window | None,
+        generator: torch.Generator,
+        taps: int,
+        group_size: int,
+    ) -> None:
+        super().__init__(target, sizes, window, generator)
+        self.attention_conv = BlockConvolution(target.hidden_size, sizes.block_size, taps, group_size)
+        self.mlp_conv = BlockConvolution(target.hidden_size, sizes.block_size, taps, group_size)
+
+    def forward_cached(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: DraftAttention) -> Tensor:
+        def attention(normed: Tensor) -> Tensor:
+            return self.attend(normed, context, at_blocks, attend)
+
+        hidden = hidden + self.attention_conv(self.input_layernorm(hidden), attention)
+        return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
 
 
 class CandidateSelector(nn.Module):
@@ -55,14 +130,7 @@ class CandidateSelector(nn.Module):
         return F.embedding(tokens, self.predecessor_codebook).to(dtype)
 
 
-class SelectorSizes(NamedTuple):
-    """Width of the factors, and the number of candidates of a place."""
-
-    rank: int
-    top_k: int
-
-
-class DFlash2Draft(SequentialBlockDraft):
+class DFlash2Draft(BlockDraft):
     """The trainable draft.
 
     Args:
@@ -70,39 +138,19 @@ class DFlash2Draft(SequentialBlockDraft):
         generator: the only source of randomness of the selector's initial weights.
     """
 
-    def __init__(self, backbone: DFlashDraft, sizes: SelectorSizes, generator: torch.Generator) -> None:
+    def __init__(self, backbone: DFlashDraft, options: DFlash2Options, generator: torch.Generator) -> None:
         super().__init__()
         self.backbone = backbone
         vocab, hidden = backbone.embed_tokens.shape
-        self.candidate_selector = CandidateSelector(hidden, vocab, sizes.rank, generator)
-        self._top_k = sizes.top_k
+        self.candidate_selector = CandidateSelector(hidden, vocab, options.selector_rank, generator)
+        self._top_k = options.selector_top_k
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        blocks: Blocks,
-        labels: Tensor,
-        label_mask: Tensor,
-        objective: DFlash2Objective,
-    ) -> DFlash2Losses:
-        """Return the loss of the labels that count, each given the true token before it; called once per micro-batch.
-
-        Args:
-            labels, label_mask: (B, A, size - 1), int64 and bool.
-        """
-        backbone, selector = self.backbone, self.candidate_selector
-        states = backbone.compute_states(input_ids, backbone.fuse_context(features), blocks)[:, :, 1:]
-        normed = backbone.norm(states[label_mask])  # (L, H)
-        known = input_ids.gather(1, blocks.anchors)[..., None]
-        previous = torch.cat([known, labels[..., :-1]], dim=-1)[label_mask]  # (L,)
+    def compute_loss(self, blocks: TaughtBlocks, settings: LossSettings) -> LossSums:
+        """See the base. Each label is predicted given the true token before it."""
+        selector, states = self.candidate_selector, blocks.proposing
+        contexts = selector.remember(blocks.previous[blocks.label_mask], states.dtype) * selector.project(states)
         return dflash2_cross_entropies(
-            DFlash2States(normed, selector.remember(previous, normed.dtype) * selector.project(normed)),
-            backbone.target_head,
-            selector.successor_codebook,
-            labels.flatten(0, 1),
-            label_mask.flatten(0, 1),
-            objective,
+            blocks, contexts, self.backbone.target_head, selector.successor_codebook, settings
         )
 
     @torch.no_grad()

@@ -5,15 +5,14 @@ The tensors are the same; the sizes of convolutions and selector stand in `dflas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from draftworks.export.readers.files import DraftVocabulary, ExportFolder
-from draftworks.export.readers.reader import ExportReader, Features, TargetTensors
-from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.reader import DFlashReader, Sublayer, read_speculators, read_zlab
+from draftworks.export.readers.files import ExportFolder
+from draftworks.export.readers.reader import Features, TargetTensors
+from draftworks.strategies.dflash.reader import DFlashReader, HeadReader, Sublayer, read_speculators, read_zlab
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,10 @@ def _sum_taps(rows: Tensor, kernels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DFlash2Reader(ExportReader):
+class DFlash2Reader(HeadReader):
     """Row 1 + i of a block proposes token i, among its `top_k` likeliest ones. To their logits comes how well each follows the
     token before it, the anchor or the proposal before."""
 
-    taps: tuple[LayerTap, ...]
-    vocabulary: DraftVocabulary
-    dtype: torch.dtype
-    backbone: DFlashReader = field(repr=False)
     top_k: int
 
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
@@ -98,4 +93,4 @@ def convolve(backbone: DFlashReader, taps: int, channels: int) -> ConvolvedReade
 
 def select(backbone: DFlashReader, top_k: int) -> DFlash2Reader:
     """Return the reader of a draft whose weights, the selector's too, the reader of its backbone holds."""
-    return DFlash2Reader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, top_k)
+    return DFlash2Reader(backbone, top_k)

@@ -7,100 +7,50 @@ draftworks.strategies.dflash.loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import chunked_loss, cross_entropy
-from draftworks.strategies.dflash.loss import (
-    BlockChunk,
-    LabelWeighting,
-    at_least_float32,
-    is_argmax,
-    split_into_chunks,
-    sum_prefix_lengths,
-)
-
-
-@dataclass(frozen=True)
-class DominoObjective:
-    """How the losses of labels add up.
-
-    Attributes:
-        weigh: w, from the cross-entropies of the corrected logits, for both losses.
-        lambda_base: λ, the share of the base loss, 0 to 1.
-        chunk_blocks: blocks whose logits are held at a time.
-    """
-
-    weigh: LabelWeighting
-    lambda_base: float
-    chunk_blocks: int
-
-
-class DominoLosses(NamedTuple):
-    """`loss` is differentiable; the sums over blocks, float64, are not.
-
-    Attributes:
-        ce_sums: (k,), of the corrected logits.
-        corrects, base_corrects: (k,), number of labels that are the argmax with the correction and without.
-        accepted, base_accepted: scalars, total length of the blocks' prefixes that are.
-    """
-
-    loss: Tensor
-    ce_sums: Tensor
-    corrects: Tensor
-    accepted: Tensor
-    base_corrects: Tensor
-    base_accepted: Tensor
-
-
-class DominoStates(NamedTuple):
-    """What the labels that count are predicted from, in order of block and place.
-
-    Attributes:
-        states: (L, H), normed.
-        bottlenecks: (L, E), 0 where nothing is corrected.
-    """
-
-    states: Tensor
-    bottlenecks: Tensor
+from draftworks.drafts.logit_losses import LossSums, cross_entropy
+from draftworks.drafts.objectives import LossSettings
+from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, at_least_float32, choose_weighting, is_argmax
 
 
 def domino_cross_entropy(
-    inputs: DominoStates,
-    head: Tensor,
-    projection: Tensor,
-    labels: Tensor,
-    label_mask: Tensor,
-    objective: DominoObjective,
-) -> DominoLosses:
+    blocks: TaughtBlocks, bottlenecks: Tensor, head: Tensor, projection: Tensor, settings: LossSettings
+) -> LossSums:
     """Return the loss and the metric sums of the labels that count.
 
+    Sums: `acc_corrects`, `loss_sums` and `accept_len_sums` with the correction, `base_*` without. w is from the
+    cross-entropies of the corrected logits, for both losses.
+
     Args:
+        bottlenecks: (L, E), 0 where nothing is corrected.
         head: (V, H), frozen.
         projection: (V, E), trained.
-        labels: (N, k) int64.
-        label_mask: (N, k) bool, on at L labels.
     """
-    share = objective.lambda_base
+    weigh, share = choose_weighting(settings.options), _find_base_share(settings)
 
-    def formula(chunk: BlockChunk, states: Tensor, bottlenecks: Tensor, projection: Tensor) -> DominoLosses:
+    def formula(chunk: BlockChunk, states: Tensor, bottlenecks: Tensor, projection: Tensor) -> LossSums:
         base = F.linear(states, head)  # (l, V)
         logits = at_least_float32(base.addmm(bottlenecks, projection.T))  # (l, V)
-        hits, base_hits = (chunk.scatter(is_argmax(each, chunk.labels)) for each in (logits, base))  # (n, k)
+        hits, base_hits = (is_argmax(each, chunk.labels) for each in (logits, base))  # (l,)
         cost = ce = cross_entropy(logits, chunk.labels)  # (l,)
         if share > 0:
             cost = (1 - share) * ce + share * cross_entropy(at_least_float32(base), chunk.labels)
-        return DominoLosses(
-            loss=torch.dot(chunk.label_weights(objective.weigh, ce), cost),
-            ce_sums=chunk.scatter(ce).sum(0),
-            corrects=hits.sum(0),
-            accepted=sum_prefix_lengths(hits, chunk.label_mask),
-            base_corrects=base_hits.sum(0),
-            base_accepted=sum_prefix_lengths(base_hits, chunk.label_mask),
-        )
+        sums = {
+            "acc_corrects": chunk.sum(hits),
+            "loss_sums": chunk.sum(ce),
+            "base_acc_corrects": chunk.sum(base_hits),
+            "accept_len_sums": chunk.sum_prefixes(hits),
+            "base_accept_len_sums": chunk.sum_prefixes(base_hits),
+        }
+        return LossSums(torch.dot(chunk.label_weights(weigh, ce), cost), sums)
 
-    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), inputs, [projection])
+    return blocks.sum_chunks(formula, [blocks.proposing, bottlenecks], settings, [projection])
+
+
+def _find_base_share(settings: LossSettings) -> float:
+    """Return λ; 0 in evaluations."""
+    ctx = settings.ctx
+    return settings.options.compute_lambda_base(ctx.global_step, ctx.total_steps) if ctx.training else 0.0

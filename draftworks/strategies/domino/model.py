@@ -17,36 +17,29 @@ publication specifies the initial value; from 0, no noise has to be unlearned.)
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.anchors import Blocks
 from draftworks.drafts.layers import allocate, seeded_linear, uninitialized_linear
-from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
-from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
-from draftworks.strategies.domino.loss import DominoLosses, DominoObjective, DominoStates, domino_cross_entropy
-
-
-class DominoSizes(NamedTuple):
-    """Sizes of the correction; `first_place` of a block is the one that proposes first."""
-
-    emb_dim: int
-    gru_hidden_dim: int
-    pure_draft_prefix_len: int
-    first_place: int
+from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.objectives import LossSettings
+from draftworks.strategies.dflash.loss import TaughtBlocks
+from draftworks.strategies.dflash.model import BlockDraft, BlockStates, ChooseTokens, DFlashDraft
+from draftworks.strategies.domino.loss import domino_cross_entropy
+from draftworks.strategies.domino.options import DominoOptions
 
 
 class DominoCorrection(nn.Module):
     """What the previous tokens of a block add to a proposal's logits. Parameter names are those of SpecForge and SGLang."""
 
-    def __init__(self, hidden: int, vocab: int, sizes: DominoSizes, generator: torch.Generator) -> None:
+    def __init__(self, hidden: int, vocab: int, options: DominoOptions, generator: torch.Generator) -> None:
         super().__init__()
-        self.prefix_gru = _seeded_gru(hidden, sizes.gru_hidden_dim, generator)
-        narrow = seeded_linear(hidden + sizes.gru_hidden_dim, sizes.emb_dim, generator)
-        out = uninitialized_linear(sizes.emb_dim, vocab, bias=False)
+        self.prefix_gru = _seeded_gru(hidden, options.gru_hidden_dim, generator)
+        narrow = seeded_linear(hidden + options.gru_hidden_dim, options.emb_dim, generator)
+        out = uninitialized_linear(options.emb_dim, vocab, bias=False)
         nn.init.zeros_(out.weight)
         self.embed_proj = nn.Sequential(narrow, nn.SiLU(), out)
 
@@ -69,7 +62,7 @@ class DominoCorrection(nn.Module):
         return activation(narrow(torch.cat([states, prefixes], dim=-1)))
 
 
-class DominoDraft(SequentialBlockDraft):
+class DominoDraft(BlockDraft):
     """The trainable draft.
 
     Args:
@@ -77,49 +70,22 @@ class DominoDraft(SequentialBlockDraft):
         generator: the only source of randomness of the correction's initial weights.
     """
 
-    def __init__(self, backbone: DFlashDraft, sizes: DominoSizes, generator: torch.Generator) -> None:
+    def __init__(self, backbone: DFlashDraft, options: DominoOptions, generator: torch.Generator) -> None:
         super().__init__()
         self.backbone = backbone
         vocab, hidden = backbone.embed_tokens.shape
-        self.correction = DominoCorrection(hidden, vocab, sizes, generator)
-        self._first_place = sizes.first_place
-        self._pure_prefix = sizes.pure_draft_prefix_len
+        self.correction = DominoCorrection(hidden, vocab, options, generator)
+        self._first_place = options.block_size - options.labels
+        self._pure_prefix = options.pure_draft_prefix_len
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        blocks: Blocks,
-        labels: Tensor,
-        label_mask: Tensor,
-        objective: DominoObjective,
-    ) -> DominoLosses:
-        """Return the loss of the labels that count, each given the true tokens before it; called once per micro-batch.
-
-        Args:
-            labels, label_mask: (B, A, k), int64 and bool.
-        """
-        backbone = self.backbone
-        states = backbone.compute_states(input_ids, backbone.fuse_context(features), blocks)[:, :, self._first_place :]
-        normed = backbone.norm(states[label_mask])  # (L, H)
-        known = input_ids.gather(1, blocks.anchors)[..., None]
-        previous = torch.cat([known, labels[..., :-1]], dim=-1)  # (B, A, k)
-        prefixes = self.correction.encode_prefixes(self._embedded(previous.flatten(0, 1)))[
-            label_mask.flatten(0, 1)
-        ]  # (L, G)
-        is_corrected = torch.arange(labels.shape[-1], device=labels.device) >= self._pure_prefix
-        bottlenecks = (
-            self.correction.compute_bottleneck(normed, prefixes)
-            * is_corrected.expand_as(label_mask)[label_mask][:, None]
-        )
-        return domino_cross_entropy(
-            DominoStates(normed, bottlenecks),
-            backbone.target_head,
-            self.correction.projection,
-            labels.flatten(0, 1),
-            label_mask.flatten(0, 1),
-            objective,
-        )
+    def compute_loss(self, blocks: TaughtBlocks, settings: LossSettings) -> LossSums:
+        """See the base. Each label is predicted given the true tokens before it."""
+        mask, correction = blocks.label_mask, self.correction
+        prefixes = correction.encode_prefixes(self._embedded(blocks.previous))[mask]  # (L, G)
+        is_corrected = torch.arange(mask.shape[1], device=mask.device) >= self._pure_prefix
+        bottlenecks = correction.compute_bottleneck(blocks.proposing, prefixes)
+        bottlenecks = bottlenecks * is_corrected.expand_as(mask)[mask][:, None]
+        return domino_cross_entropy(blocks, bottlenecks, self.backbone.target_head, correction.projection, settings)
 
     @torch.no_grad()
     def decode(self, blocks: BlockStates, count: int, choose: ChooseTokens) -> Tensor:

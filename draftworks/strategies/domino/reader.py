@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftworks.export.readers.files import DraftVocabulary, ExportFolder
-from draftworks.export.readers.reader import ExportReader, Features, TargetTensors
-from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.reader import DFlashReader, read_zlab
+from draftworks.export.readers.files import ExportFolder
+from draftworks.export.readers.reader import Features, TargetTensors
+from draftworks.strategies.dflash.reader import HeadReader, read_zlab
 
 
 @dataclass(frozen=True)
-class DominoReader(ExportReader):
+class DominoReader(HeadReader):
     """Proposal i is made by row `backbone.first_row` + i. To its logits comes a correction, computed from the row and the
     state of a GRU that has read the anchor and the proposals before.
 
@@ -22,10 +21,6 @@ class DominoReader(ExportReader):
         uncorrected: proposals at the beginning of a block that keep the backbone's own logits.
     """
 
-    taps: tuple[LayerTap, ...]
-    vocabulary: DraftVocabulary
-    dtype: torch.dtype
-    backbone: DFlashReader = field(repr=False)
     uncorrected: int
 
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
@@ -64,4 +59,4 @@ def read_zlab_domino(folder: ExportFolder, target: TargetTensors, dtype: torch.d
     first_row = 0 if folder.require_setting("dflash_config.shift_label") else 1
     backbone = read_zlab(folder, target, dtype, "zlab_domino", first_row)
     uncorrected = folder.require_setting("dflash_config.pure_draft_prefix_len")
-    return DominoReader(backbone.taps, backbone.vocabulary, dtype, backbone, uncorrected)
+    return DominoReader(backbone, uncorrected)

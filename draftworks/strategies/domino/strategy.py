@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
-from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.features.contracts import TrainBatch
-from draftworks.strategies.dflash.block_drafter import BlockDrafter
-from draftworks.strategies.dflash.drafter import DFlashDrafter
 from draftworks.strategies.dflash.strategy import DFlashStrategy
-from draftworks.strategies.domino.loss import DominoObjective
-from draftworks.strategies.domino.model import DominoDraft, DominoSizes
+from draftworks.strategies.domino.model import DominoDraft
 from draftworks.strategies.domino.options import DOMINO, DominoOptions
 
 if TYPE_CHECKING:
@@ -48,38 +39,6 @@ class DominoStrategy(DFlashStrategy):
         super().__init__(options, target, vocab, seed)
         # draft_tokens stays block_size - 1, which is what a server asks for, even if all places can propose.
         self.max_draft_tokens = options.labels
-        generator = torch.Generator().manual_seed(derive_sample_seed(seed, "correction"))
-        sizes = DominoSizes(
-            emb_dim=options.emb_dim,
-            gru_hidden_dim=options.gru_hidden_dim,
-            pure_draft_prefix_len=options.pure_draft_prefix_len,
-            first_place=0 if options.shift_label else 1,
-        )
-        self.model = DominoDraft(self.backbone, sizes, generator)
 
-    def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """Return the sums that the class describes. In training, the anchors and λ depend on the step of `ctx`."""
-        ids, options = batch["input_ids"], self.options
-        blocks = self.draw_blocks(batch, ctx)
-        labelled = replace(blocks, size=1 + options.labels)
-        label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous=options.loss == "token_mean")
-        share = options.compute_lambda_base(ctx.global_step, ctx.total_steps) if ctx.training else 0.0
-        objective = DominoObjective(self.weigh, share, options.choose_chunk_blocks(ids.device))
-        result = self.model(ids, batch["features"], blocks, gather_labels(labelled, ids), label_mask, objective)
-        supervised = label_mask.sum(dim=(0, 1), dtype=torch.float64)
-        labelled_blocks = label_mask.any(-1).sum(dtype=torch.float64)
-        sums = {
-            "acc_corrects": result.corrects,
-            "acc_denoms": supervised,
-            "loss_sums": result.ce_sums,
-            "loss_denoms": supervised,
-            "base_acc_corrects": result.base_corrects,
-            "accept_len_sums": result.accepted[None],
-            "base_accept_len_sums": result.base_accepted[None],
-            **dict.fromkeys(("accept_len_denoms", "base_accept_len_denoms"), labelled_blocks[None]),
-        }
-        weight = self.compute_loss_weight(label_mask, len(batch["draws"]))
-        return StepOutput(result.loss, weight.to(result.loss.dtype), sums)
-
-    def drafter(self) -> Drafter:
-        return BlockDrafter(self.model, DFlashDrafter(self.backbone, self.tap_names))
+    def make_draft(self) -> DominoDraft:
+        return DominoDraft(self.backbone, self.options, self.make_generator("correction"))

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_keys import require
-from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands, is_speculators
+from draftworks.export.speculators_keys import is_speculators
 from draftworks.strategies.dflash.export import (
+    BACKBONE,
     DFlashFormat,
     SpeculatorsDFlash,
     ZlabDFlash,
+    add_options,
     drop_head_keys,
     is_dspark,
     read_head_settings,
@@ -35,7 +35,6 @@ _KEYS = {
 MODELOPT_CONFIDENCE, MODELOPT_FROM_ANCHOR = "use_confidence_head", "shift_label"
 HEAD_KEYS = (*_KEYS.values(), MODELOPT_CONFIDENCE, "sample_from_anchor", MODELOPT_FROM_ANCHOR)
 """All keys of the heads that `read_heads` looks up."""
-_BACKBONE, _OF_BACKBONE = "backbone.", ("fc", "hidden_norm", "layers", "norm")
 _MARKOV, _OF_MARKOV = "markov_head.", ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
 
 
@@ -44,17 +43,11 @@ class DSparkHeads(DFlashFormat):
     the backbone."""
 
     strategy = "dspark"
+    head_keys = _KEYS
+    prefixes = BACKBONE
 
-    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
-        backbone = super().derive_shape(draft)
-        heads = {option: getattr(draft.options, option) for option in _KEYS}
-        return replace(backbone, options={**backbone.options, **heads})
-
-    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
-        return {name.removeprefix(_BACKBONE): tensor for name, tensor in draft.weights.items()}
-
-    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
-        return super().list_expected_tensors(shape) | _list_markov_tensors(shape) | _list_confidence_tensors(shape)
+    def list_head_tensors(self, shape: DraftShape) -> Shapes:
+        return _list_markov_tensors(shape) | _list_confidence_tensors(shape)
 
     def to_canonical_name(self, name: str) -> str:
         """See the base. ModelOpt's names have no prefix for the heads."""
@@ -64,12 +57,7 @@ class DSparkHeads(DFlashFormat):
             return f"{_MARKOV}{name}"
         if part == "confidence_proj":
             return f"confidence_head.proj.{rest}"
-        return f"{_BACKBONE}{name}" if part in _OF_BACKBONE else name
-
-
-def build_head_keys(draft: CanonicalDraft) -> dict[str, Any]:
-    """Return the keys of config.json for the heads of one of our drafts."""
-    return {key: getattr(draft.options, option) for option, key in _KEYS.items()}
+        return name
 
 
 def read_heads(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -130,6 +118,7 @@ def _list_confidence_tensors(shape: DraftShape) -> Shapes:
 
 class SpeculatorsDSpark(DSparkHeads, SpeculatorsDFlash):
     name = "speculators_dspark"
+    model_class = "DSparkSpeculator"
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         if not _is_computed_by_vllm(draft):
@@ -140,36 +129,24 @@ class SpeculatorsDSpark(DSparkHeads, SpeculatorsDFlash):
         )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return (
-            build_vllm_commands(draft, folder, "dspark", draft.config["block_size"])
-            if _is_computed_by_vllm(draft)
-            else {}
-        )
+        return super().build_serve_commands(draft, folder) if _is_computed_by_vllm(draft) else {}
+
+    def count_tokens(self, draft: CanonicalDraft) -> int:
+        return draft.config["block_size"]
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        return {
-            **super().build_config(draft, dtype),
-            "architectures": ["DSparkSpeculator"],
-            **build_speculators_keys("dspark", draft.target, draft.config["block_size"]),
-            **build_head_keys(draft),
-            "sample_from_anchor": True,
-        }
-
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        return config.get("speculators_model_type") == "dspark"
+        return {**super().build_config(draft, dtype), "sample_from_anchor": True}
 
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         heads = read_heads(config, "config.json")
         backbone = super().read_shape({**config, "sample_from_anchor": False}, target)
-        return replace(backbone, options={**backbone.options, **heads})
+        return add_options(backbone, heads)
 
 
 def _is_computed_by_vllm(draft: CanonicalDraft) -> bool:
     return draft.options.markov_head_type == "vanilla" and draft.options.markov_rank > 0
 
 
-_CLASS_NAME = "DSparkDraftModel"
-"""Of SpecForge, and one of those that SGLang loads."""
 _MOVED = ("mask_token_id", "target_layer_ids")
 """Keys of `dflash_config` that DeepSpec, which has no such object, writes at the top level."""
 
@@ -179,6 +156,8 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
     the former."""
 
     name = "zlab_dspark"
+    model_class = "DSparkDraftModel"
+    """Of SpecForge, and one of those that SGLang loads."""
     sglang_algorithm = "DSPARK"
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
@@ -193,13 +172,12 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
         )
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        config, heads = super().build_config(draft, dtype), build_head_keys(draft)
+        config, heads = super().build_config(draft, dtype), self.build_head_keys(draft)
         # SpecForge takes heads without grouping for a mistake unless it is told.
         attention = "mha" if config["num_attention_heads"] == config["num_key_value_heads"] else "gqa"
-        inside = {**config["dflash_config"], "projector_type": "dspark", "attention_mode": attention, **heads}
+        inside = {**config["dflash_config"], "projector_type": "dspark", "attention_mode": attention}
         return {
             **config,
-            "architectures": [_CLASS_NAME],
             **heads,
             "sample_from_anchor": True,
             "dflash_config": inside,
@@ -215,4 +193,4 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
         backbone_config["dflash_config"] |= {key: settings[key] for key in _MOVED if key in settings}
         backbone = super().read_shape(backbone_config, target)
         refuse_part_of_vocabulary(config, backbone.vocab_size, self.strategy, where)
-        return replace(backbone, options={**backbone.options, **read_heads(settings, where)})
+        return add_options(backbone, read_heads(settings, where))

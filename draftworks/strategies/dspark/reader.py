@@ -7,16 +7,15 @@ the heads; so does this reader. It leaves a Markov head whose tensors are missin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftworks.export.readers.files import DraftVocabulary, ExportFolder
-from draftworks.export.readers.reader import ExportReader, Features, TargetTensors
-from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.reader import DFlashReader, read_speculators, read_zlab
+from draftworks.export.readers.files import ExportFolder
+from draftworks.export.readers.reader import Features, TargetTensors
+from draftworks.strategies.dflash.reader import DFlashReader, HeadReader, read_speculators, read_zlab
 
 
 class _Place(NamedTuple):
@@ -27,7 +26,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DSparkReader(ExportReader):
+class DSparkReader(HeadReader):
     """Proposal i is made by row i of the block, the anchor's own row first. To its logits comes what the Markov head makes
     of the token before it: the anchor, then the proposals.
 
@@ -35,10 +34,6 @@ class DSparkReader(ExportReader):
         markov: kind of the Markov head (vanilla, gated or rnn); None where there is none.
     """
 
-    taps: tuple[LayerTap, ...]
-    vocabulary: DraftVocabulary
-    dtype: torch.dtype
-    backbone: DFlashReader = field(repr=False)
     markov: str | None
     confidence_with_markov: bool
 
@@ -99,9 +94,6 @@ def read_speculators_dspark(folder: ExportFolder, target: TargetTensors, dtype: 
 
 def _read(folder: ExportFolder, backbone: DFlashReader) -> DSparkReader:
     return DSparkReader(
-        taps=backbone.taps,
-        vocabulary=backbone.vocabulary,
-        dtype=backbone.dtype,
         backbone=backbone,
         markov=folder.require_setting("markov_head_type") if folder.require_setting("markov_rank") else None,
         confidence_with_markov=folder.require_setting("confidence_head_with_markov"),

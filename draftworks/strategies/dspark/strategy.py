@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from draftworks.drafts.acceptance import name_served_sums
-from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
-from draftworks.drafts.objectives import Temperatures
-from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.features.contracts import TrainBatch
-from draftworks.strategies.dflash.block_drafter import BlockDrafter
-from draftworks.strategies.dflash.drafter import DFlashDrafter
 from draftworks.strategies.dflash.strategy import DFlashStrategy
-from draftworks.strategies.dspark.loss import DSparkLosses, DSparkObjective
-from draftworks.strategies.dspark.model import DSparkDraft, DSparkSizes
+from draftworks.strategies.dspark.model import DSparkDraft
 from draftworks.strategies.dspark.options import DSPARK, DSparkOptions
 
 if TYPE_CHECKING:
@@ -44,54 +32,11 @@ class DSparkStrategy(DFlashStrategy):
     """
 
     spec, name = DSPARK, DSPARK.name
+    labels_end_with_answer = True
 
     def __init__(self, options: DSparkOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
         super().__init__(options, target, vocab, seed)
         self.draft_tokens = self.max_draft_tokens = options.block_size
-        sizes = DSparkSizes(
-            markov_head_type=options.markov_head_type,
-            markov_rank=options.markov_rank,
-            confidence_head=options.confidence_head,
-            confidence_with_markov=options.confidence_with_markov,
-        )
-        generator = torch.Generator().manual_seed(derive_sample_seed(seed, "heads"))
-        self.model = DSparkDraft(self.backbone, sizes, generator)
 
-    def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """Return the sums that the class describes. In training, the anchors depend on the step of `ctx`."""
-        ids, options = batch["input_ids"], self.options
-        blocks = self.draw_blocks(batch, ctx)
-        labelled = replace(blocks, size=1 + options.block_size)
-        label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous=True)
-        objective = DSparkObjective(
-            weigh=self.weigh,
-            ce_weight=options.ce_weight,
-            tv_weight=options.tv_weight,
-            confidence_weight=options.confidence_weight,
-            chunk_blocks=options.choose_chunk_blocks(ids.device),
-            temperatures=Temperatures.choose(options, ctx),
-        )
-        labels = gather_labels(labelled, ids)
-        result = self.model(ids, batch["features"], batch["last"], blocks, labels, label_mask, objective)
-        weight = self.compute_loss_weight(label_mask, len(batch["draws"]))
-        return StepOutput(result.loss, weight.to(result.loss.dtype), _sums(result, label_mask, ctx))
-
-    def drafter(self) -> Drafter:
-        return BlockDrafter(self.model, DFlashDrafter(self.backbone, self.tap_names))
-
-
-def _sums(result: DSparkLosses, label_mask: Tensor, ctx: StepContext) -> dict[str, Tensor]:
-    labels = label_mask.sum(dim=(0, 1), dtype=torch.float64)
-    blocks = label_mask.any(-1).sum(dtype=torch.float64)[None]
-    by_place = {"loss": result.loss_sums, "acceptance": result.acceptance_sums}
-    if result.confidence_errors is not None:
-        by_place["confidence_error"] = result.confidence_errors
-    by_block = {"accept_len": result.accepted[None], "tau": result.tau[None]}
-    return {
-        "acc_corrects": result.corrects,
-        "acc_denoms": labels,
-        **{f"{name}_sums": sums for name, sums in (by_place | by_block).items()},
-        **{f"{name}_denoms": labels for name in by_place},
-        **{f"{name}_denoms": blocks for name in by_block},
-        **name_served_sums(ctx, result.served, labels),
-    }
+    def make_draft(self) -> DSparkDraft:
+        return DSparkDraft(self.backbone, self.options, self.make_generator("heads"))

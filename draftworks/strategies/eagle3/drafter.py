@@ -9,8 +9,7 @@ from torch import Generator, Tensor
 
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
-from draftworks.strategies.eagle3.layer import Heads
-from draftworks.strategies.eagle3.model import Eagle3Draft
+from draftworks.strategies.eagle3.model import Eagle3Draft, Heads
 
 
 class Eagle3Drafter(Drafter):

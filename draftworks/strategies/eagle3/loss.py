@@ -7,16 +7,15 @@ of all steps that they teach. So a distribution is computed once for all steps, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.acceptance import measure_acceptance, name_served_sums
-from draftworks.drafts.logit_losses import chunked_loss, compare_teacher, find_argmax
-from draftworks.drafts.objectives import BatchObjective, CrossEntropy, Objective, Temperatures, soften
+from draftworks.drafts.logit_losses import LossSums, chunked_loss, compare_teacher, find_argmax
+from draftworks.drafts.objectives import BatchObjective, CrossEntropy, LossSettings, Objective, soften
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.supervision import Teacher, TeacherChunk, TeacherPlan
 
@@ -25,45 +24,6 @@ CHUNK_ELEMENTS = 2**20
 MIN_CHUNK_LABELS = 64
 GPU_CHUNK_LABELS = 2048
 """Labels at a time on a GPU, at least: matrix products of fewer would not fill it."""
-
-
-class DistillationLosses(NamedTuple):
-    """`loss` = Σ_i step_weights[i]·loss_sums[i] is differentiable; the sums by step, (T,) float64, are not.
-
-    A label outside the draft vocabulary adds to `accepted_all` only.
-
-    Attributes:
-        loss_sums: of the objective.
-        corrects: labels that are the draft's argmax.
-        taught: number of labels inside the draft vocabulary.
-        accepted: Σ α, see draftworks.drafts.objectives; at temperature 1 in evaluations, else at that of the loss. None in
-            training where the objective does not need it, because it costs a pass over the teacher's logits.
-        accepted_all: Σ α, labels outside the draft vocabulary included; None in training.
-        served: (d, T), Σ of what servers accept by each of `Temperatures.served`, over all labels; None without one.
-    """
-
-    loss: Tensor
-    loss_sums: Tensor
-    corrects: Tensor
-    taught: Tensor
-    accepted: Tensor | None
-    accepted_all: Tensor | None
-    served: Tensor | None = None
-
-    def metric_sums(self, supervised: Tensor, ctx: StepContext) -> dict[str, Tensor]:
-        """Return the sums of `StepOutput`, for (T,) supervised positions of each step."""
-        sums = {
-            "acc_corrects": self.corrects,
-            "acc_denoms": supervised,
-            "loss_sums": self.loss_sums,
-            "loss_denoms": supervised,
-        }
-        if self.accepted is not None:
-            sums |= {"acceptance_sums": self.accepted, "acceptance_denoms": self.taught}
-        if self.accepted_all is not None:
-            all_labels = {"acceptance_sums": self.accepted_all, "acceptance_denoms": supervised}
-            sums |= {f"unconditional_{name}": each for name, each in all_labels.items()}
-        return sums | name_served_sums(ctx, self.served, supervised)
 
 
 @dataclass(frozen=True)
@@ -94,11 +54,17 @@ def distill(
     plan: TeacherPlan,
     step_weights: Sequence[float],
     objective: Objective | BatchObjective,
-    temperatures: Temperatures,
-) -> DistillationLosses:
-    """Return the objective over every supervised state against its teacher.
+    settings: LossSettings,
+) -> LossSums:
+    """Return the objective over every supervised state against its teacher; loss = Σ_i step_weights[i]·loss_sums[i].
 
-    An evaluation of a draft whose T is not 1 costs a second pass over the logits.
+    The sums by step, (T,) each. A label outside the draft vocabulary is in the last two alone:
+
+    * `loss_sums` of the objective; `acc_corrects`, labels that are the draft's argmax;
+    * `acceptance_denoms`, labels inside the draft vocabulary, and `acceptance_sums`, Σ α over these (see
+      draftworks.drafts.objectives), at temperature 1 in evaluations, else at that of the loss. In training only where the
+      objective needs it, because it costs a pass over the teacher's logits.
+    * in evaluations: `unconditional_acceptance_sums`, Σ α, and what servers accept by each of `settings.served`.
 
     Args:
         states: (Q, H) of all steps, what the draft's head is applied to.
@@ -106,17 +72,25 @@ def distill(
         plan: which states are taught by which rows of `teacher.last`.
         objective: a `BatchObjective` costs a second pass, which takes its means beforehand.
     """
-    sides, evaluates = (states, head, teacher, plan, step_weights), temperatures.evaluates
+
+    def run(settings: LossSettings, objective: Objective, with_mass: bool) -> LossSums:
+        return _distill(states, head, teacher, plan, step_weights, objective, settings, with_mass)
+
     if isinstance(objective, BatchObjective):
         with torch.no_grad():
-            means = _distill(*sides, CrossEntropy(), Temperatures(temperatures.teacher), with_mass=True)
-        assert means.accepted is not None, "asked for with the mass"
-        objective = objective.for_batch(means.accepted, means.taught)
-    trained = _distill(*sides, objective, temperatures, with_mass=objective.needs_acceptance or evaluates)
-    if not evaluates:
-        return trained
-    at_1 = temperatures.judge(trained, lambda each: _distill(*sides, CrossEntropy(), each, with_mass=True))
-    return trained._replace(accepted=at_1.accepted, accepted_all=at_1.accepted_all)
+            means = run(replace(settings, ctx=StepContext(training=True)), CrossEntropy(), with_mass=True).sums
+        objective = objective.for_batch(means["acceptance_sums"], means["acceptance_denoms"])
+    with_mass = objective.needs_acceptance or settings.evaluates
+    judged = ("acceptance_sums", "unconditional_acceptance_sums")
+    return settings.measure(lambda each: run(each, objective, with_mass), judged)
+
+
+def make_metric_sums(found: LossSums, supervised: Tensor) -> dict[str, Tensor]:
+    """Return the sums of `StepOutput` from those of `distill`, for (T,) supervised positions of each step."""
+    sums, without = dict(found.sums), () if "acceptance_sums" in found.sums else ("acceptance_denoms",)
+    denoms = {f"{name.removesuffix('_sums')}_denoms": supervised for name in sums if name.endswith("_sums")}
+    sums = denoms | {"acc_denoms": supervised} | sums
+    return {name: each for name, each in sums.items() if name not in without}
 
 
 def number_across_steps(rows: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -132,14 +106,14 @@ def _distill(
     plan: TeacherPlan,
     step_weights: Sequence[float],
     objective: Objective,
-    temperatures: Temperatures,
+    settings: LossSettings,
     with_mass: bool,
-) -> DistillationLosses:
-    temperature, with_unknown, decodings = temperatures.teacher, temperatures.evaluates, temperatures.served
+) -> LossSums:
+    temperature, with_unknown, decodings = settings.temperature, settings.evaluates, settings.served
     wide = torch.promote_types(head.dtype, torch.float32)
     weights = torch.tensor(step_weights, dtype=wide, device=head.device)  # (T,)
 
-    def formula(chunk: DistillationChunk, states: Tensor, head: Tensor) -> DistillationLosses:
+    def formula(chunk: DistillationChunk, states: Tensor, head: Tensor) -> LossSums:
         logits = F.linear(states, head).to(wide)  # (n, V_d)
         correct = find_argmax(logits) == chunk.labels
         served = None if chunk.served is None else measure_acceptance(logits, chunk.served, decodings)  # (d, n)
@@ -154,15 +128,14 @@ def _distill(
             sums = torch.zeros(*values.shape[:-1], len(weights), dtype=torch.float64, device=values.device)
             return sums.index_add_(-1, chunk.steps, values.detach().double())
 
-        return DistillationLosses(
-            loss=torch.dot(weights[chunk.steps], losses),
-            loss_sums=by_step(losses),
-            corrects=by_step(correct),
-            taught=by_step(known),
-            accepted=None if chunk.mass is None else by_step(acceptance * known),
-            accepted_all=by_step(acceptance) if with_unknown else None,
-            served=None if served is None else by_step(served),
-        )
+        sums = {"loss_sums": by_step(losses), "acc_corrects": by_step(correct), "acceptance_denoms": by_step(known)}
+        if chunk.mass is not None:
+            sums["acceptance_sums"] = by_step(acceptance * known)
+        if with_unknown:
+            sums["unconditional_acceptance_sums"] = by_step(acceptance)
+        if served is not None:
+            sums |= name_served_sums(decodings, by_step(served))
+        return LossSums(torch.dot(weights[chunk.steps], losses), sums)
 
     def teach(positions: Tensor) -> TeacherChunk:
         return teacher.compute_distributions(positions, wide, with_mass, with_unknown, temperature, decodings)

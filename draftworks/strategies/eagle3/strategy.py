@@ -19,15 +19,14 @@ from draftworks.drafts.objectives import (
     MeanBlend,
     MeanLogAcceptance,
     Objective,
-    Temperatures,
 )
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.drafter import Eagle3Drafter
-from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Sizes
-from draftworks.strategies.eagle3.model import Eagle3Draft, Eagle3Norms
+from draftworks.strategies.eagle3.loss import make_metric_sums
+from draftworks.strategies.eagle3.model import Eagle3AttentionOptions, Eagle3Draft, Eagle3Norms, Eagle3Sizes
 from draftworks.strategies.eagle3.options import EAGLE3, Eagle3Options
 
 if TYPE_CHECKING:
@@ -103,10 +102,9 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         scaling = self._scale_losses(supervised, mask.numel(), ctx.training)
         weights, objective = scaling.step_weights, self._objective(mask.numel())
         inputs = (batch["input_ids"], batch["features"], batch["last"])
-        temperatures = Temperatures.choose(self.options, ctx)
-        result = self.model(*inputs, label_mask, weights, objective, documents, temperatures)
-        loss_sums = {"loss_sums": result.loss_sums * scaling.metric_factor, "loss_denoms": scaling.denoms}
-        metric_sums = result.metric_sums(supervised, ctx) | loss_sums
+        result = self.model(*inputs, label_mask, weights, objective, documents, self.make_loss_settings(ctx))
+        loss_sums = {"loss_sums": result.sums["loss_sums"] * scaling.metric_factor, "loss_denoms": scaling.denoms}
+        metric_sums = make_metric_sums(result, supervised) | loss_sums
         return StepOutput(result.loss, scaling.loss_weight.to(result.loss.dtype), metric_sums)
 
     def _count_steps(self, ctx: StepContext) -> int:

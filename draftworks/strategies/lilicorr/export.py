@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_keys import require
-from draftworks.strategies.dflash.export import ZlabDFlash, drop_head_keys, read_head_settings
+from draftworks.strategies.dflash.export import BACKBONE, ZlabDFlash, add_options, drop_head_keys, read_head_settings
 from draftworks.strategies.dflash2.export import CONVOLUTION_SIZES, list_convolution_tensors, read_sizes
 from draftworks.strategies.lilicorr.options import default_lattice_size
 
 CLASS_NAME = "LiLiCorrDraftModel"
-_HEAD, _BACKBONE = "lilicorr.", "backbone."
+_HEAD = "lilicorr."
 _KEYS = {
     "candidate_topk": "candidate_topk",
     "lattice_size": "hidden_size",
@@ -45,6 +41,9 @@ class SglangLiLiCorr(ZlabDFlash):
 
     name = "sglang_lilicorr"
     strategy = "lilicorr"
+    head_keys = {option: f"lilicorr_{key}" for option, key in _KEYS.items()}
+    prefixes = BACKBONE
+    model_class = CLASS_NAME
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         tokens = draft.config["block_size"] - 1
@@ -54,63 +53,50 @@ class SglangLiLiCorr(ZlabDFlash):
             f"have a loader for this form, on GPUs (read in their sources, not tried): `method` is `dflash`, {tokens} tokens."
         )
 
-    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
-        backbone = super().derive_shape(draft)
-        options = _leave_out_default_widths(
-            {option: getattr(draft.options, option) for option in _KEYS}, backbone.hidden_size
-        )
-        return replace(backbone, options={**backbone.options, **options, **_build_convolution_keys(draft)})
+    def list_head_options(self, draft: CanonicalDraft) -> dict[str, Any]:
+        options = super().list_head_options(draft)
+        sizes = {size: getattr(draft.options, size) for size in CONVOLUTION_SIZES}
+        convolutions = {} if draft.options.conv_kernel_size is None else sizes
+        return _leave_out_default_widths(options, draft.config["hidden_size"]) | convolutions
 
-    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        config, shape = super().build_config(draft, dtype), self.derive_shape(draft)
-        options = {**shape.options, **_resolve_widths(shape.options, shape.hidden_size)}
-        config["dflash_config"] |= {
-            "projector_type": "lilicorr",
-            "lilicorr_enabled": True,
-            **{f"lilicorr_{key}": options[option] for option, key in _KEYS.items()},
-            **_build_convolution_keys(draft),
-        }
-        return {**config, "architectures": [CLASS_NAME]}
+    def build_head_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
+        options = self.list_head_options(draft)
+        options |= _resolve_widths(options, draft.config["hidden_size"])
+        names = {**self.head_keys, **dict(zip(CONVOLUTION_SIZES, CONVOLUTION_SIZES))}
+        keys = {names[option]: value for option, value in options.items()}
+        return {"projector_type": "lilicorr", "lilicorr_enabled": True, **keys}
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return CLASS_NAME in (config.get("architectures") or [])
 
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json: dflash_config"
-        keys = [f"lilicorr_{key}" for key in _KEYS.values()]
+        keys = self.head_keys.values()
         settings = read_head_settings(config, [*keys, *CONVOLUTION_SIZES], where)
         dropped = [*keys, "lilicorr_enabled", "projector_type", *CONVOLUTION_SIZES]
         backbone = super().read_shape(drop_head_keys(config, dropped), target)
-        options = {option: require(settings, f"lilicorr_{key}", where) for option, key in _KEYS.items()}
+        options = {option: require(settings, key, where) for option, key in self.head_keys.items()}
         # 0 is how a reranker as wide as the target is written.
         options["lattice_size"] = options["lattice_size"] or backbone.hidden_size
         options = _leave_out_default_widths(options, backbone.hidden_size)
         if any(settings.get(size) for size in CONVOLUTION_SIZES):
             options |= read_sizes(settings, backbone.hidden_size, where, CONVOLUTION_SIZES)
-        return replace(backbone, options={**backbone.options, **options})
+        return add_options(backbone, options)
 
-    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
-        return {name.removeprefix(_BACKBONE): tensor for name, tensor in draft.weights.items()}
-
-    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
+    def list_head_tensors(self, shape: DraftShape) -> Shapes:
         names = {f"{_HEAD}{name}": size for name, size in _list_lattice_tensors(shape).items()}
         if shape.options.get("conv_kernel_size") is not None:
             taps, group = (shape.options[size] for size in CONVOLUTION_SIZES)
             names |= list_convolution_tensors(shape.num_layers, shape.hidden_size, taps, group)
-        return {**super().list_expected_tensors(shape), **names}
+        return names
 
     def to_canonical_name(self, name: str) -> str:
         name = super().to_canonical_name(name)
         if not name.startswith(_HEAD):
-            return f"{_BACKBONE}{name}"
+            return name
         for other, ours in _MODELOPT_NAMES.items():
             name = name.replace(other, ours)
         return name
-
-
-def _build_convolution_keys(draft: CanonicalDraft) -> dict[str, int]:
-    sizes = {size: getattr(draft.options, size) for size in CONVOLUTION_SIZES}
-    return {} if draft.options.conv_kernel_size is None else sizes
 
 
 def _resolve_widths(options: Mapping[str, Any], hidden_size: int) -> dict[str, int]:

@@ -20,66 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import chunked_loss, find_largest, log_probs_at
-from draftworks.strategies.dflash.loss import LabelWeighting, at_least_float32, sum_prefix_lengths
+from draftworks.drafts.logit_losses import LossSums, chunked_loss, find_largest, log_probs_at
+from draftworks.drafts.objectives import LossSettings
+from draftworks.strategies.dflash.loss import TaughtBlocks, at_least_float32, choose_weighting, sum_prefix_lengths
 from draftworks.strategies.lilicorr.lattice import Candidates, LatticeScores
-
-
-@dataclass(frozen=True)
-class LiLiCorrObjective:
-    """How the losses of labels add up; see the module.
-
-    Attributes:
-        weigh: DFlash's weight of a label, from the cross-entropies; of DFlash's loss alone.
-        chunk_blocks: blocks whose logits are held at a time.
-    """
-
-    weigh: LabelWeighting
-    ce_weight: float
-    margin_weight: float
-    margin: float
-    penalty_weight: float
-    candidates: int
-    chunk_blocks: int
-
-
-class LiLiCorrStates(NamedTuple):
-    """What N blocks are predicted from.
-
-    Attributes:
-        states: (N, k, H), normed.
-        context: (N, H), the fused context before each anchor.
-        has_context: (N,) bool.
-        last: (N, k, H), the target's last hidden states where it predicts the labels.
-    """
-
-    states: Tensor
-    context: Tensor
-    has_context: Tensor
-    last: Tensor
-
-
-class LiLiCorrLosses(NamedTuple):
-    """`loss` is differentiable; the sums over blocks, float64, are not.
-
-    Attributes:
-        ce_sums: (k,), by place, of the backbone's cross-entropies.
-        corrects: (k,), number of labels that the scores choose, given the true label before.
-        base_corrects: (k,), number of labels that are the backbone's argmax.
-        found: (k,), number of labels among the candidates.
-        accepted, base_accepted, reachable: scalars, total length of the blocks' prefixes that are all chosen, all the
-            backbone's argmax, and all among the candidates.
-    """
-
-    loss: Tensor
-    ce_sums: Tensor
-    corrects: Tensor
-    base_corrects: Tensor
-    found: Tensor
-    accepted: Tensor
-    base_accepted: Tensor
-    reachable: Tensor
-
+from draftworks.strategies.lilicorr.options import LiLiCorrOptions
 
 Score = Callable[..., LatticeScores]
 """score(candidates, states, context, has_context, *parameters): the logits of candidates."""
@@ -95,54 +40,55 @@ class LatticeChunk:
 
 
 def lilicorr_losses(
-    inputs: LiLiCorrStates,
-    head: Tensor,
-    labels: Tensor,
-    label_mask: Tensor,
-    objective: LiLiCorrObjective,
-    score: Score,
-    parameters: list[Tensor],
-) -> LiLiCorrLosses:
+    blocks: TaughtBlocks, head: Tensor, settings: LossSettings, score: Score, parameters: list[Tensor]
+) -> LossSums:
     """Return the loss and the metric sums of the labels that count.
 
+    Sums: `loss_sums`, of the backbone's cross-entropies; `acc_corrects`, labels that the scores choose, given the true label
+    before; `base_acc_corrects`, labels that are the backbone's argmax; `in_lattice_sums`, labels among the candidates;
+    `accept_len_sums`, `base_accept_len_sums` and `lattice_len_sums`, total length of the blocks' prefixes that are all chosen,
+    all the backbone's argmax, and all among the candidates.
+
     Args:
+        blocks: places whose labels do not count have candidates too, as in serving.
         head: (V, H), frozen, of draft and target.
-        labels: (N, k) int64.
-        label_mask: (N, k) bool; the other places have candidates too, as in serving.
         parameters: those of the scores, that a chunk's gradients are taken of.
     """
+    assert blocks.last is not None, "the strategy reads the target's last hidden states"
+    options, weigh = settings.options, choose_weighting(settings.options)
 
     def formula(
         chunk: LatticeChunk, states: Tensor, context: Tensor, has_context: Tensor, last: Tensor, *parameters: Tensor
-    ) -> LiLiCorrLosses:
+    ) -> LossSums:
         logits = at_least_float32(F.linear(states, head))  # (n, k, V)
-        best = find_largest(logits, objective.candidates)  # (n, k, K)
+        best = find_largest(logits, options.candidate_topk)  # (n, k, K)
         log_probs = log_probs_at(logits, torch.cat([chunk.labels[..., None], best], dim=-1))  # (n, k, 1 + K)
         ce, candidates = -log_probs[..., 0], Candidates(best, log_probs[..., 1:])
         counted = chunk.label_mask
-        weights = objective.weigh(ce.detach() * counted, counted).to(ce.dtype)
+        weights = weigh(ce.detach() * counted, counted).to(ce.dtype)
         chain = follow_labels(candidates, score(candidates, states, context, has_context, *parameters), chunk.labels)
         taught = chain.reachable & counted.all(1, keepdim=True)
-        terms = _weigh_terms(chain, _target_gaps(last, head, candidates, chain.label_index), objective)
+        terms = _weigh_terms(chain, _target_gaps(last, head, candidates, chain.label_index), options)
         # What is not taught may be infinite there, and 0 · inf is not 0.
         loss = (weights * ce).sum() + terms.where(taught, 0).sum()
         with torch.no_grad():
             correct = chain.is_chosen & counted
             base = (candidates.tokens[..., 0] == chunk.labels) & counted
             found = chain.found & counted
-        return LiLiCorrLosses(
-            loss=loss,
-            ce_sums=(ce.detach() * counted).sum(0),
-            corrects=correct.sum(0),
-            base_corrects=base.sum(0),
-            found=found.sum(0),
-            accepted=sum_prefix_lengths(correct, counted),
-            base_accepted=sum_prefix_lengths(base, counted),
-            reachable=sum_prefix_lengths(found, counted),
-        )
+        sums = {
+            "acc_corrects": correct.sum(0),
+            "loss_sums": (ce.detach() * counted).sum(0),
+            "base_acc_corrects": base.sum(0),
+            "in_lattice_sums": found.sum(0),
+            "accept_len_sums": sum_prefix_lengths(correct, counted),
+            "base_accept_len_sums": sum_prefix_lengths(base, counted),
+            "lattice_len_sums": sum_prefix_lengths(found, counted),
+        }
+        return LossSums(loss, sums)
 
-    chunks = _split_into_chunks(labels, label_mask, objective.chunk_blocks)
-    return chunked_loss(formula, chunks, inputs, parameters)
+    chunks = _split_into_chunks(blocks.labels, blocks.label_mask, options.choose_chunk_blocks(head.device))
+    states, last = blocks.states[:, -blocks.labels.shape[1] :], blocks.last[blocks.positions]  # (N, k, H) each
+    return chunked_loss(formula, chunks, [states, blocks.context, blocks.has_context, last], parameters)
 
 
 class LabelChain(NamedTuple):
@@ -177,7 +123,7 @@ def follow_labels(candidates: Candidates, scores: LatticeScores, labels: Tensor)
     return LabelChain(torch.cat([scores.first[:, None], along], dim=1), index, hits.any(-1))
 
 
-def _weigh_terms(chain: LabelChain, gaps: Tensor, objective: LiLiCorrObjective) -> Tensor:
+def _weigh_terms(chain: LabelChain, gaps: Tensor, options: LiLiCorrOptions) -> Tensor:
     """Return what each place costs, (n, k); see the module.
 
     Args:
@@ -185,13 +131,13 @@ def _weigh_terms(chain: LabelChain, gaps: Tensor, objective: LiLiCorrObjective) 
     """
     log_c = chain.logits.log_softmax(-1)
     at_label = chain.label_index[..., None]
-    terms = -objective.ce_weight * log_c.gather(-1, at_label)[..., 0]
-    if objective.margin_weight and chain.logits.shape[-1] > 1:
+    terms = -options.ce_weight * log_c.gather(-1, at_label)[..., 0]
+    if options.margin_weight and chain.logits.shape[-1] > 1:
         own = chain.logits.gather(-1, at_label)[..., 0]
         best_other = chain.logits.scatter(-1, at_label, -torch.inf).amax(-1)
-        terms = terms + objective.margin_weight * F.relu(objective.margin - (own - best_other))
-    if objective.penalty_weight:
-        terms = terms + objective.penalty_weight * (log_c.exp() * gaps).sum(-1)
+        terms = terms + options.margin_weight * F.relu(options.margin - (own - best_other))
+    if options.penalty_weight:
+        terms = terms + options.penalty_weight * (log_c.exp() * gaps).sum(-1)
     return terms
 
 

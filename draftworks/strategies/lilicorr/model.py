@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from draftworks.drafts.anchors import Blocks
-from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
-from draftworks.strategies.dflash.loss import at_least_float32
-from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
+from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.objectives import LossSettings
+from draftworks.strategies.dflash.loss import TaughtBlocks, at_least_float32
+from draftworks.strategies.dflash.model import BlockDraft, BlockStates, ChooseTokens, DFlashDraft
 from draftworks.strategies.lilicorr.lattice import Candidates, Lattice, LatticeScores, LatticeSizes, find_candidates
-from draftworks.strategies.lilicorr.loss import LiLiCorrLosses, LiLiCorrObjective, LiLiCorrStates, lilicorr_losses
+from draftworks.strategies.lilicorr.loss import lilicorr_losses
 
 
-class LiLiCorrDraft(SequentialBlockDraft):
+class LiLiCorrDraft(BlockDraft):
     """The trainable draft.
 
     Args:
@@ -35,52 +35,17 @@ class LiLiCorrDraft(SequentialBlockDraft):
         self.lilicorr = Lattice(sizes, generator)
         self._candidates = sizes.candidates
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        last: Tensor,
-        blocks: Blocks,
-        labels: Tensor,
-        label_mask: Tensor,
-        objective: LiLiCorrObjective,
-    ) -> LiLiCorrLosses:
-        """Return the loss of the labels that count; called once per micro-batch.
-
-        Args:
-            last: (B, S, H), the target's last hidden states.
-            labels, label_mask: (B, A, size - 1), int64 and bool.
-        """
-        backbone = self.backbone
-        context = backbone.fuse_context(features)  # (B, S, H)
-        taught = label_mask.any(-1)  # (B, A), on at N blocks
-        states = backbone.compute_states(input_ids, context, blocks)[taught][:, 1:]  # (N, size - 1, H)
-        row, anchors = taught.nonzero()[:, 0], blocks.anchors[taught]
-        # The label at anchor + 1 + i is predicted by the target at anchor + i, which may be behind the row's end.
-        places = torch.arange(labels.shape[-1], device=row.device)
-        predicted_at = (anchors[:, None] + places).clamp_max(input_ids.shape[1] - 1)
+    def compute_loss(self, blocks: TaughtBlocks, settings: LossSettings) -> LossSums:
+        """See the base. The candidates of a block are scored given the true tokens before them."""
         names, parameters = zip(*self.lilicorr.named_parameters())
 
         def score(
             candidates: Candidates, states: Tensor, context: Tensor, has: Tensor, *weights: Tensor
         ) -> LatticeScores:
-            arguments = (candidates, backbone.embed(candidates.tokens), states, context, has)
+            arguments = (candidates, self.backbone.embed(candidates.tokens), states, context, has)
             return functional_call(self.lilicorr, dict(zip(names, weights, strict=True)), arguments)
 
-        return lilicorr_losses(
-            LiLiCorrStates(
-                states=backbone.norm(states),
-                context=context[row, (anchors - 1).clamp_min(0)],
-                has_context=anchors > blocks.begins[taught],
-                last=last[row[:, None], predicted_at],
-            ),
-            backbone.target_head,
-            labels[taught],
-            label_mask[taught],
-            objective,
-            score,
-            list(parameters),
-        )
+        return lilicorr_losses(blocks, self.backbone.target_head, settings, score, list(parameters))
 
     @torch.no_grad()
     def decode(self, blocks: BlockStates, count: int, choose: ChooseTokens) -> Tensor:

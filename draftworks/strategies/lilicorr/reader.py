@@ -8,16 +8,15 @@ only. A node's vector `in` is compared with the vector `out` of the node chosen 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftworks.export.readers.arithmetic import rms_norm
-from draftworks.export.readers.files import DraftVocabulary, ExportFolder
-from draftworks.export.readers.reader import ExportReader, Features, TargetTensors
-from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.reader import DFlashReader, read_zlab
+from draftworks.export.readers.files import ExportFolder
+from draftworks.export.readers.reader import Features, TargetTensors
+from draftworks.strategies.dflash.reader import HeadReader, read_zlab
 from draftworks.strategies.dflash2.reader import convolve
 
 LAYER_NORM_EPS = 1e-5
@@ -36,11 +35,7 @@ class LatticeSettings:
 
 
 @dataclass(frozen=True)
-class LiLiCorrReader(ExportReader):
-    taps: tuple[LayerTap, ...]
-    vocabulary: DraftVocabulary
-    dtype: torch.dtype
-    backbone: DFlashReader = field(repr=False)
+class LiLiCorrReader(HeadReader):
     lattice: LatticeSettings
 
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
@@ -147,4 +142,4 @@ def read_sglang_lilicorr(folder: ExportFolder, target: TargetTensors, dtype: tor
         logit_scale=setting("logit_scale"),
         vector_eps=setting("vector_eps"),
     )
-    return LiLiCorrReader(backbone.taps, backbone.vocabulary, dtype, backbone, settings)
+    return LiLiCorrReader(backbone, settings)

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import chunked_loss, cross_entropy, find_argmax
+from draftworks.drafts.logit_losses import LossSums, chunked_loss, cross_entropy, find_argmax
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at a time; at least MIN_CHUNK_LABELS labels."""
 MIN_CHUNK_LABELS = 64
-
-
-class StepLosses(NamedTuple):
-    """`loss` = Σ_i step_weights[i]·ce_sums[i] is differentiable; the sums by step, (T,) float64, are not.
-
-    Attributes:
-        ce_sums: of the cross-entropies.
-        corrects: labels that are the draft's argmax.
-    """
-
-    loss: Tensor
-    ce_sums: Tensor
-    corrects: Tensor
 
 
 @dataclass(frozen=True)
@@ -47,8 +33,8 @@ def make_step_weights(decay: float, steps: int) -> list[float]:
 
 def next_token_losses(
     states: Tensor, head: Tensor, labels: Sequence[Tensor], step_weights: Sequence[float]
-) -> StepLosses:
-    """Return the weighted cross-entropy of all labels.
+) -> LossSums:
+    """Return the weighted cross-entropy of all labels; by step, (T,) each, those unweighted and the labels that are the argmax.
 
     Args:
         states: (L, H), normed, of the labels of step 0, then of step 1, …
@@ -60,7 +46,7 @@ def next_token_losses(
     steps = torch.arange(len(labels), device=states.device)
     numbers = steps.repeat_interleave(torch.tensor([len(each) for each in labels], device=states.device))  # (L,)
 
-    def formula(chunk: LabelChunk, states: Tensor) -> StepLosses:
+    def formula(chunk: LabelChunk, states: Tensor) -> LossSums:
         logits = F.linear(states, head).to(wide)  # (n, V)
         correct = find_argmax(logits) == chunk.labels
         ce = cross_entropy(logits, chunk.labels)  # (n,)
@@ -69,7 +55,9 @@ def next_token_losses(
             sums = torch.zeros(len(weights), dtype=torch.float64, device=values.device)
             return sums.index_add_(0, chunk.steps, values.detach().double())
 
-        return StepLosses(torch.dot(weights[chunk.steps], ce), by_step(ce), by_step(correct))
+        return LossSums(
+            torch.dot(weights[chunk.steps], ce), {"loss_sums": by_step(ce), "acc_corrects": by_step(correct)}
+        )
 
     return chunked_loss(formula, _split(torch.cat(list(labels)), numbers, len(head)), [states])
 

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.drafts.layers import argmax_of_head, uninitialized_linear
+from draftworks.drafts.logit_losses import LossSums
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.dflash.model import CastHead
-from draftworks.strategies.mtp.loss import StepLosses, next_token_losses
+from draftworks.strategies.mtp.loss import next_token_losses
 from draftworks.strategies.mtp.target_head import TargetHead, build_modules
 
 Attends = Literal["chain", "step"]
@@ -157,7 +158,7 @@ class MtpDraft(nn.Module):
         step_weights: Sequence[float],
         attends: Attends,
         documents: Documents,
-    ) -> StepLosses:
+    ) -> LossSums:
         """Unroll on the sample's own tokens, and compare with them; called once per micro-batch.
 
         Args:

@@ -71,12 +71,7 @@ class MtpStrategy(ChainStrategy):
         result = self.model(
             batch["input_ids"], batch["last"], label_mask, self._step_weights, self.options.attends, documents
         )
-        sums = {
-            "acc_corrects": result.corrects,
-            "acc_denoms": supervised,
-            "loss_sums": result.ce_sums,
-            "loss_denoms": supervised,
-        }
+        sums = {**result.sums, "acc_denoms": supervised, "loss_denoms": supervised}
         return StepOutput(result.loss, supervised[0].to(result.loss.dtype), sums)
 
     def chain_label_mask(self, loss_mask: Tensor, documents: Documents) -> Tensor:

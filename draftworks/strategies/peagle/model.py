@@ -30,12 +30,13 @@ from draftworks.drafts.layers import (
     fuse_taps,
     seeded_linear,
 )
-from draftworks.drafts.objectives import CrossEntropy, Temperatures
+from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.objectives import CrossEntropy, LossSettings
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.drafts.torch_compile import without_compile
 from draftworks.strategies.eagle3.attention import ttt_attention
-from draftworks.strategies.eagle3.loss import DistillationLosses, distill, number_across_steps
+from draftworks.strategies.eagle3.loss import distill, number_across_steps
 from draftworks.strategies.peagle.chains import Chains, TokensByDepth
 
 
@@ -308,8 +309,8 @@ class PEagleDraft(ReducedVocabularyDraft):
         last: Tensor,
         kept: Tensor,
         documents: Documents,
-        temperatures: Temperatures,
-    ) -> DistillationLosses:
+        settings: LossSettings,
+    ) -> LossSums:
         """Distil all kept positions, each with weight 1; called once per micro-batch.
 
         Args:
@@ -322,7 +323,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         plan = plan._replace(draft_positions=number_across_steps(rows, [each.index.numel() for each in active]))
         teacher = self.teacher(last, self.target_head)
         weights = [1.0] * len(kept)
-        return distill(states, self.lm_head.weight, teacher, plan, weights, CrossEntropy(), temperatures)
+        return distill(states, self.lm_head.weight, teacher, plan, weights, CrossEntropy(), settings)
 
     @torch.no_grad()
     def propose(

@@ -12,12 +12,12 @@ from draftworks.drafts.anchors import derive_sample_seed
 from draftworks.drafts.collation import BatchLayout, mask_last_positions
 from draftworks.drafts.decoder_strategy import DecoderStrategy
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.objectives import Temperatures
 from draftworks.drafts.option_defaults import resolve_mask_token
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
+from draftworks.strategies.eagle3.loss import make_metric_sums
 from draftworks.strategies.peagle.chains import DepthSampling, draw_chains, keep_all_chains
 from draftworks.strategies.peagle.drafter import PEagleDrafter
 from draftworks.strategies.peagle.model import PEagleDraft, PEagleSizes, PEagleTraits
@@ -75,11 +75,11 @@ class PEagleStrategy(DecoderStrategy):
         """Return the sums that the class describes. In training, the chains depend on the step of `ctx`."""
         kept = self.select_chains(batch, ctx)
         inputs = (batch["input_ids"], batch["features"], batch["last"])
-        result = self.model(*inputs, kept, Documents.of(batch), Temperatures.choose(self.options, ctx))
+        result = self.model(*inputs, kept, Documents.of(batch), self.make_loss_settings(ctx))
         supervised = kept.sum(dim=(1, 2), dtype=torch.float64)
-        metric_sums = result.metric_sums(supervised, ctx)
+        metric_sums = make_metric_sums(result, supervised)
         if self.options.loss == "specforge":
-            labelled = result.taught.sum().clamp(min=1).to(result.loss.dtype)
+            labelled = result.sums["acceptance_denoms"].sum().clamp(min=1).to(result.loss.dtype)
             answers = batch["loss_mask"].sum().to(labelled.dtype)
             weight = torch.ones_like(labelled) if ctx.training else answers
             return StepOutput(result.loss * (weight / labelled), weight, metric_sums)

@@ -2,27 +2,89 @@
 
 As speculators 0.9.0 trains it and vLLM's #54448 serves it. Place p of a block, p from 1, proposes token anchor + p. Its
 logits are head·h_p + readout·n_p, with h_p the backbone's normed state and n_p the refiner's features of the block's states
-and of the tokens before p (see draftworks.strategies.xpress.refiner). The first tokens are the argmaxes of head·h_p; then
+and of the tokens before p. The first tokens are the argmaxes of head·h_p; then
 every pass computes all places at once from the tokens of the pass before (Jacobi iteration). A place depends on earlier ones
 only, so after `jacobi_passes` passes so many first tokens are those of decoding one after another.
+
+What the tokens before a place, and the whole block's states, add to its logits:
+
+As speculators 0.9.0 has it (`models/xpress/model_definitions.py`), with its names of parameters. In a width r,
+
+    x_p = in_proj·[down_h·h_p; down_g·mean_j h_j; token_embed[previous_p]]
+    y_p = x_p + Σ_{j ≤ p} mix_l[:, p, j] ⊙ x_j
+    n_p = y_p + mlp_down·(silu(mlp_gate·y_p) ⊙ mlp_up·y_p)
+
+and readout·n_p is added to the logits of place p of the block, the anchor's place being 0. h are the backbone's normed
+states. previous_p is the token before place p; at place 0, which proposes nothing but is mixed into the others, it is the
+anchor's own token, as vLLM's #54448 has it, because a server has no longer the one before. (speculators 0.9.0 trains with
+the true token before the anchor there.)
+
+Initially readout and mix_l are 0, so an untrained XPress proposes what its backbone does. (speculators draws all but mix_l
+with a standard deviation of 0.02. From 0, no noise has to be unlearned.)
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.logit_losses import find_argmax
-from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
-from draftworks.strategies.dflash.model import BlockStates, DFlashDraft
-from draftworks.strategies.dflash.teacher import locate_teachers
-from draftworks.strategies.xpress.loss import XPressLosses, XPressObjective, XPressStates, xpress_losses
-from draftworks.strategies.xpress.refiner import Refiner, RefinerSizes
+from draftworks.drafts.layers import UninitializedEmbedding, seeded_linear, uninitialized_linear
+from draftworks.drafts.logit_losses import LossSums, find_argmax
+from draftworks.drafts.objectives import LossSettings
+from draftworks.strategies.dflash.loss import TaughtBlocks
+from draftworks.strategies.dflash.model import BlockDraft, BlockStates, ChooseTokens, DFlashDraft
+from draftworks.strategies.xpress.loss import xpress_losses
+from draftworks.strategies.xpress.options import XPressOptions
 
 
-class XPressDraft(SequentialBlockDraft):
+class Refiner(nn.Module):
+    """The part of a draft that is asked again in every pass."""
+
+    def __init__(self, hidden: int, vocab: int, options: XPressOptions, generator: torch.Generator) -> None:
+        super().__init__()
+        rank, wide = options.refiner_rank, options.refiner_rank * options.mlp_ratio
+        self.token_embed = UninitializedEmbedding(vocab, rank)
+        nn.init.normal_(self.token_embed.weight, generator=generator)
+        self.down_h = seeded_linear(hidden, rank, generator)
+        self.down_g = seeded_linear(hidden, rank, generator)
+        self.in_proj = seeded_linear(3 * rank, rank, generator)
+        self.mix_l = nn.Parameter(torch.zeros(rank, options.block_size, options.block_size))
+        self.mlp_gate = seeded_linear(rank, wide, generator)
+        self.mlp_up = seeded_linear(rank, wide, generator)
+        self.mlp_down = seeded_linear(wide, rank, generator)
+        self.readout = uninitialized_linear(rank, vocab, bias=False)
+        nn.init.zeros_(self.readout.weight)
+
+    @property
+    def projection(self) -> Tensor:
+        """readout, (V, r)."""
+        return self.readout.weight
+
+    def read_states(self, states: Tensor) -> Tensor:
+        """Return what all passes over a block share, (n, size, 2r), from its normed states (n, size, H)."""
+        whole = self.down_g(states.mean(1, keepdim=True))  # (n, 1, r)
+        local = self.down_h(states)  # (n, size, r)
+        return torch.cat([local, whole.expand_as(local)], dim=-1)
+
+    def forward_block(self, read: Tensor, known: Tensor, tokens: Tensor) -> Tensor:
+        """Return the narrow features (n, k, r) of the first k proposals, given the tokens before each.
+
+        Args:
+            read: (n, size, 2r) of `read_states`.
+            known: (n,) int64, the anchors' tokens.
+            tokens: (n, k) int64, the tokens at the places of the proposals; the last of them is not looked at.
+        """
+        places = 1 + tokens.shape[1]
+        previous = torch.cat([known[:, None], known[:, None], tokens[:, :-1]], dim=1)  # (n, places)
+        x = self.in_proj(torch.cat([read[:, :places], self.token_embed(previous).to(read.dtype)], dim=-1))
+        mix = self.mix_l[:, :places, :places].tril().to(x.dtype)
+        x = x + torch.einsum("rpj,njr->npr", mix, x)
+        x = x[:, 1:]
+        return x + self.mlp_down(F.silu(self.mlp_gate(x)) * self.mlp_up(x))
+
+
+class XPressDraft(BlockDraft):
     """The trainable draft.
 
     Args:
@@ -30,49 +92,20 @@ class XPressDraft(SequentialBlockDraft):
         generator: the only source of randomness of the refiner's initial weights.
     """
 
-    def __init__(
-        self, backbone: DFlashDraft, sizes: RefinerSizes, jacobi_passes: int, generator: torch.Generator
-    ) -> None:
+    def __init__(self, backbone: DFlashDraft, options: XPressOptions, generator: torch.Generator) -> None:
         super().__init__()
         self.backbone = backbone
         vocab, hidden = backbone.embed_tokens.shape
-        self.refiner_head = Refiner(hidden, vocab, sizes, generator)
-        self._passes = jacobi_passes
+        self.refiner_head = Refiner(hidden, vocab, options, generator)
+        self._passes = options.jacobi_passes
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        last: Tensor,
-        blocks: Blocks,
-        labels: Tensor,
-        label_mask: Tensor,
-        objective: XPressObjective,
-    ) -> XPressLosses:
-        """Return the loss of the labels that count; called once per micro-batch.
-
-        Args:
-            last: (B, S, H), the target's last hidden states.
-            labels, label_mask: (B, A, size - 1), int64 and bool.
-        """
-        backbone, refiner = self.backbone, self.refiner_head
-        taught = label_mask.any(-1)  # (B, A), on at N blocks
-        states = backbone.compute_states(input_ids, backbone.fuse_context(features), blocks)[taught]  # (N, size, H)
-        known = input_ids.gather(1, blocks.anchors)[taught]
-        labels, label_mask = labels[taught], label_mask[taught]
-        normed = backbone.norm(states)
-        read = refiner.read_states(normed)
-        rounds = self._play_rounds(normed, read, known, objective)
-        narrow = [refiner.forward_block(read, known, tokens)[label_mask] for tokens in (labels, *rounds)]
-        inputs = XPressStates(
-            states=normed[:, 1:][label_mask],
-            narrow=torch.stack(narrow, dim=1),
-            positions=locate_teachers(blocks, input_ids.shape[1])[taught][:, :-1][label_mask],
-        )
-        projection = refiner.projection.to(normed.dtype)
-        return xpress_losses(
-            inputs, backbone.target_head, projection, last.flatten(0, 1), labels, label_mask, objective
-        )
+    def compute_loss(self, blocks: TaughtBlocks, settings: LossSettings) -> LossSums:
+        refiner, states, known = self.refiner_head, blocks.states, blocks.known
+        read = refiner.read_states(states)
+        played = (blocks.labels, *self._play_rounds(states, read, known, settings.options))
+        narrow = [refiner.forward_block(read, known, tokens)[blocks.label_mask] for tokens in played]
+        projection = refiner.projection.to(states.dtype)
+        return xpress_losses(blocks, torch.stack(narrow, dim=1), self.backbone.target_head, projection, settings)
 
     @torch.no_grad()
     def decode(self, blocks: BlockStates, count: int, choose: ChooseTokens) -> Tensor:
@@ -96,16 +129,17 @@ class XPressDraft(SequentialBlockDraft):
         return base + F.linear(narrow, self.refiner_head.projection.to(narrow.dtype))
 
     @torch.no_grad()
-    def _play_rounds(self, normed: Tensor, read: Tensor, known: Tensor, objective: XPressObjective) -> list[Tensor]:
+    def _play_rounds(self, normed: Tensor, read: Tensor, known: Tensor, options: XPressOptions) -> list[Tensor]:
         """Return the tokens (N, size - 1) that each pass on the draft's own tokens is given."""
-        if objective.rounds == 0:
+        rounds = options.consistency_passes if options.consistency_weight > 0 else 0
+        if rounds == 0:
             return []
         played: list[list[Tensor]] = []
-        pieces = (part.split(objective.chunk_blocks) for part in (normed, read, known))
+        pieces = (part.split(options.choose_chunk_blocks(known.device)) for part in (normed, read, known))
         for states, shared, anchors in zip(*pieces, strict=True):
             base = self._score_alone(states, states.shape[1] - 1)
             tokens = [find_argmax(base)]
-            while len(tokens) < objective.rounds:
+            while len(tokens) < rounds:
                 tokens.append(find_argmax(self._refine(base, shared, anchors, tokens[-1])))
             played.append(tokens)
         return [torch.cat(tokens) for tokens in zip(*played, strict=True)]

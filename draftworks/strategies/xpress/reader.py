@@ -6,29 +6,24 @@ and every pass takes the first choices of the one before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftworks.export.readers.files import DraftVocabulary, ExportFolder
-from draftworks.export.readers.reader import ExportReader, Features, TargetTensors
-from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.reader import DFlashReader, read_speculators
+from draftworks.export.readers.files import ExportFolder
+from draftworks.export.readers.reader import Features, TargetTensors
+from draftworks.strategies.dflash.reader import HeadReader, read_speculators
 
 
 @dataclass(frozen=True)
-class XPressReader(ExportReader):
+class XPressReader(HeadReader):
     """Row p of the block, p from 1, proposes token p after the anchor. What was drawn before it is not looked at.
 
     Attributes:
         passes: how often the refiner is asked.
     """
 
-    taps: tuple[LayerTap, ...]
-    vocabulary: DraftVocabulary
-    dtype: torch.dtype
-    backbone: DFlashReader = field(repr=False)
     passes: int
 
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
@@ -68,4 +63,4 @@ def read_speculators_xpress(folder: ExportFolder, target: TargetTensors, dtype: 
     """Read a draft in speculators' layout as vLLM's #54448 serves it."""
     backbone = read_speculators(folder, target, dtype, "speculators_xpress", from_anchor=False)
     passes = folder.find_setting("num_jacobi_passes", 6)
-    return XPressReader(backbone.taps, backbone.vocabulary, dtype, backbone, passes)
+    return XPressReader(backbone, passes)

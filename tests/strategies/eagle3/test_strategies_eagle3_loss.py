@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance, Temperatures
+from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, LossSettings, MeanBlend, MeanLogAcceptance
+from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.supervision import Teacher, TeacherPlan, make_teacher_plan, token_mean_label_mask
 from draftworks.strategies.eagle3 import loss as losses
 from draftworks.strategies.eagle3.loss import distill, number_across_steps
@@ -49,14 +50,17 @@ def case_of(rows: int):
     )
 
 
+TRAINING, JUDGING = LossSettings(StepContext(training=True)), LossSettings(StepContext(training=False))
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_result_does_not_depend_on_the_chunk_size(case, monkeypatch, objective):
     leaves, teacher, plan, weights = case
-    whole = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, Temperatures())
+    whole = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, TRAINING)
     expected = torch.autograd.grad(whole.loss, leaves)
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(losses, "MIN_CHUNK_LABELS", 3)
-    pieces = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, Temperatures())
+    pieces = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, TRAINING)
     torch.testing.assert_close(pieces, whole)
     torch.testing.assert_close(torch.autograd.grad(pieces.loss, leaves), expected)
 
@@ -67,9 +71,7 @@ def test_gradients_are_those_of_finite_differences(objective):
     leaves, teacher, plan, weights = case_of(rows=12)
     assert plan.teacher_positions.numel() > 5
     torch.autograd.gradcheck(
-        lambda head, *states: (
-            3 * distill(torch.cat(states), head, teacher, plan, weights, objective, Temperatures()).loss
-        ),
+        lambda head, *states: 3 * distill(torch.cat(states), head, teacher, plan, weights, objective, TRAINING).loss,
         leaves,
     )
 
@@ -80,8 +82,8 @@ def test_draft_equal_to_the_teacher_has_no_gradient_and_is_always_right(case):
     teacher = teacher._replace(draft_ids=everything, draft_index=everything)
     head = teacher.head.clone().requires_grad_()
     states = [teacher.last.roll(-1 - step, 0).requires_grad_() for step in range(len(weights))]
-    result = distill(torch.cat(states), head, teacher, plan, weights, CrossEntropy(), Temperatures())
-    assert result.corrects.tolist() == (plan.draft_positions >= 0).sum(1).tolist()
+    result = distill(torch.cat(states), head, teacher, plan, weights, CrossEntropy(), TRAINING)
+    assert result.sums["acc_corrects"].tolist() == (plan.draft_positions >= 0).sum(1).tolist()
     for grad in torch.autograd.grad(result.loss, [head, *states]):
         torch.testing.assert_close(grad, torch.zeros_like(grad))
 
@@ -92,9 +94,7 @@ def test_acceptance_does_not_depend_on_the_chunk_size_and_is_certain_for_the_tea
     whole_vocabulary = teacher._replace(draft_ids=everything, draft_index=everything)
     own_states = [teacher.last.roll(-1 - step, 0) for step in range(len(weights))]
     with torch.no_grad():
-        whole = distill(
-            torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), Temperatures(evaluates=True)
-        )
+        whole = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), JUDGING)
         perfect = distill(
             torch.cat(own_states),
             teacher.head,
@@ -102,13 +102,11 @@ def test_acceptance_does_not_depend_on_the_chunk_size_and_is_certain_for_the_tea
             plan,
             weights,
             CrossEntropy(),
-            Temperatures(evaluates=True),
+            JUDGING,
         )
         monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
         monkeypatch.setattr(losses, "MIN_CHUNK_LABELS", 3)
-        pieces = distill(
-            torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), Temperatures(evaluates=True)
-        )
+        pieces = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), JUDGING)
     torch.testing.assert_close(pieces, whole)
-    assert (whole.accepted < whole.taught).all()
-    torch.testing.assert_close(perfect.accepted, perfect.taught)
+    assert (whole.sums["acceptance_sums"] < whole.sums["acceptance_denoms"]).all()
+    torch.testing.assert_close(perfect.sums["acceptance_sums"], perfect.sums["acceptance_denoms"])

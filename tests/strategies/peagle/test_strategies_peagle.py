@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from draft_toys import DRAFT_VOCAB, HIDDEN, VOCAB
-from peagle_reference import Sums, peagle_sums
-from reference_readers import peagle_reader, propose_greedily
+from peagle_reference import Sums, peagle_reader, peagle_sums
+from reference_readers import propose_greedily
 
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext

@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from reference_readers import peagle_reader
+from reference_readers import chain_reader
 from torch import Tensor
 
 from draftworks.drafts.strategy import DraftStrategy
+from draftworks.strategies.eagle3.reader import Eagle3Norms
+from draftworks.strategies.peagle.reader import PEagleReader
+
+
+def peagle_reader(strategy: DraftStrategy) -> PEagleReader:
+    options = strategy.options
+    norms = Eagle3Norms(norm_before_residual=options.norm_before_residual, fc_norm=options.fc_norm)
+    first = chain_reader(strategy, norms, "layers.0.", options.sliding_window)
+    return PEagleReader(first.taps, first.vocabulary, first.dtype, first, strategy.config()["mask_token_id"])
 
 
 @dataclass

@@ -10,14 +10,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from reference_readers import eagle3_reader
+from reference_readers import chain_reader
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
+from draftworks.strategies.eagle3.reader import Eagle3Norms, Eagle3Reader
 
 MASKS = [[0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1]]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def eagle3_reader(strategy: DraftStrategy) -> Eagle3Reader:
+    options = strategy.options
+    norms = Eagle3Norms(
+        norm_before_residual=options.norm_before_residual,
+        norm_before_fc=options.norm_before_fc,
+        fc_norm=options.fc_norm,
+        norm_output=options.feedback == "post_norm",
+    )
+    return chain_reader(strategy, norms, "midlayer.", options.sliding_window)
 
 
 class Supervised(NamedTuple):

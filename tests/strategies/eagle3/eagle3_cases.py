@@ -1,0 +1,36 @@
+"""EAGLE-3, as its independent reader has it."""
+
+from __future__ import annotations
+
+import torch
+from eagle3_reference import eagle3_reader, reference
+from strategy_cases import Sample, StrategyCases, Sums
+
+from draftworks.drafts.strategy import DraftStrategy, StepContext
+
+
+def expect(strategy: DraftStrategy, samples: list[Sample], ctx: StepContext) -> Sums:
+    found = reference(strategy, samples)
+    counts = {"acc_corrects": found.corrects, "acc_denoms": found.denoms}
+    return Sums(found.loss, {name: torch.tensor(each, dtype=torch.float64) for name, each in counts.items()})
+
+
+CASES = StrategyCases(
+    options={"ttt_length": 4},
+    read=eagle3_reader,
+    expect=expect,
+    objectives=({}, {"objective": "lk_alpha"}, {"objective": "lk_lambda"}),
+    variants=(
+        {"ttt_length": 1},
+        {"loss": "specforge", "objective": "lk_alpha"},
+        {"objective": "lk_lambda", "kl_scale": 0.7, "kl_decay": 2.0, "step_decay": 0.5},
+    ),
+    packed=(
+        {},
+        {"attention": "eager", "feedback": "post_norm", "fc_norm": True},
+        {"attention": "sdpa", "objective": "lk_alpha"},
+        {"objective": "lk_lambda", "kl_scale": 3.0, "norm_output": False},
+        {"sliding_window": 3, "norm_before_fc": True, "norm_before_residual": True},
+    ),
+    fixed={"default": {}, "specforge": {"loss": "specforge"}},
+)
