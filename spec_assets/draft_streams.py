@@ -86,8 +86,8 @@ class DraftStream:
 
     def give_up(self, name: str, failure: dg.Failure) -> None:
         """Give up the claims of a training that has failed, so that neither producers nor trainings wait for it."""
-        from draftworks.runtime.stream_rounds import find_newest_run
-        from draftworks.runtime.training_stream import open_controller
+        from draftworks.stream.stream_rounds import find_newest_run
+        from draftworks.stream.training_stream import open_controller
 
         if self.place is not None and self.place.followers:
             controller = open_controller(self.place, retry_s=_GIVE_UP_S)
@@ -166,9 +166,9 @@ def open_stream(
 def _count_all_in(database: Path, place: StreamPlace) -> None:
     """Let all followers of a stream take part, those too that failed in an earlier attempt; no process uses it yet."""
     if database.exists():
-        from draftworks.dataflow.controller import DataFlowController
-        from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
-        from draftworks.runtime.stream_rounds import find_newest_run
+        from draftworks.stream.controller import DataFlowController
+        from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
+        from draftworks.stream.stream_rounds import find_newest_run
 
         controller = DataFlowController(place.run_id, SQLiteMetadataStore(database))
         for each in place.followers:

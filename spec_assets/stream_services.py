@@ -15,9 +15,9 @@ import dagster as dg
 
 from draftworks.config.run_files import MemoryRun, ProduceRun, StoreSpec, StreamPlace
 from draftworks.config.streaming import StreamingSpec
-from draftworks.dataflow.control_wire import TOKEN_ENV, load_token
 from draftworks.errors import ConfigError
 from draftworks.storage.atomic import publish_file
+from draftworks.stream.control_wire import TOKEN_ENV, load_token
 from resources.companions import Companion
 from resources.torch_job import TorchJob
 from resources.workspace import Workspace

@@ -33,10 +33,10 @@ from draftworks.programs.assembly import (
     require_same_dtype,
 )
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.runtime.training_stream import PLAN_AGAIN, TrainingStream
 from draftworks.storage.artifacts import PARTIAL
 from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import digest
+from draftworks.stream.training_stream import PLAN_AGAIN, TrainingStream
 from draftworks.targets.machine import describe_computation
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.best import BestRule
