@@ -34,7 +34,7 @@ from draftworks.stream.watermark import IDLE_TIMEOUT_S, InFlight, Watermark
 
 SOURCE = "source"
 """The fact of a run that all tasks of its source are added; JSON of `SourceFact`."""
-LEASED_AHEAD = 3
+LEASED_AHEAD = 5
 LOOK_S = 0.5
 """Between two looks for the end of the consumer."""
 TOKENS = {"input_ids": "int64", "loss_mask": "bool"}

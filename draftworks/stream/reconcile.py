@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureStore, KeyedFeatureStore, SampleRef
@@ -57,38 +58,31 @@ def reconcile_on_restart(
     """
     before = controller.read_progress()
     step = before.checkpoint_step if global_step is None else global_step
-    controller.rewind(step)
+    if before.acked_step > step or before.checkpoint_step != step:
+        controller.rewind(step)
     released = tuple(ref.sample_id for ref in controller.iterate_refs(acked=True, uses=uses))
     if release and step:
         controller.record_checkpoint(step, release=True)
-    recaptured = _reopen_lost(controller, _lost_samples(controller, feature_store, uses, find_lost))
-    kept = (ref.sample_id for ref in controller.iterate_refs(acked=False, uses=uses))
-    return Reconciliation((*kept, *recaptured), released, step, before.acked_step <= step, recaptured)
+    if find_lost is None and isinstance(feature_store, KeyedFeatureStore):
+        feature_store.refresh()
+        find_lost = partial(_find_lost, feature_store)
+    wanted, lost = [], []
+    for refs in _pages(controller, acked=False, uses=uses):
+        wanted += [ref.sample_id for ref in refs]
+        lost += [] if find_lost is None else find_lost(refs)
+    _reopen_lost(controller, lost)
+    gone = frozenset(lost)
+    kept = [sample_id for sample_id in wanted if sample_id not in gone]
+    return Reconciliation((*kept, *lost), released, step, before.acked_step <= step, tuple(lost))
 
 
-def _lost_samples(
-    controller: DataFlowController, store: FeatureStore | None, uses: int, find_lost: FindLost | None
-) -> list[str]:
-    if find_lost is None:
-        if not isinstance(store, KeyedFeatureStore):
-            return []
-        store.refresh()
-        find_lost = _Search(store)
-    return [each for refs in _pages(controller, acked=False, uses=uses) for each in find_lost(refs)]
+def _find_lost(store: KeyedFeatureStore, refs: Sequence[SampleRef]) -> list[str]:
+    """Return the samples of which a content-keyed store lacks a feature."""
+    missing = set(store.find_missing(key for ref in refs for key in ref.feature_keys.values()))
+    return [ref.sample_id for ref in refs if not missing.isdisjoint(ref.feature_keys.values())]
 
 
-@dataclass(frozen=True)
-class _Search:
-    """Finds the samples of which a content-keyed store lacks a feature."""
-
-    store: KeyedFeatureStore
-
-    def __call__(self, refs: Sequence[SampleRef]) -> list[str]:
-        missing = set(self.store.find_missing(key for ref in refs for key in ref.feature_keys.values()))
-        return [ref.sample_id for ref in refs if not missing.isdisjoint(ref.feature_keys.values())]
-
-
-def _reopen_lost(controller: DataFlowController, lost: list[str]) -> tuple[str, ...]:
+def _reopen_lost(controller: DataFlowController, lost: Sequence[str]) -> None:
     hopeless: list[str] = []
     for start in range(0, len(lost), PAGE):
         hopeless += controller.requeue_lost(lost[start : start + PAGE])
@@ -98,7 +92,6 @@ def _reopen_lost(controller: DataFlowController, lost: list[str]) -> tuple[str, 
             f"no task of the run can make them again: {list_names(hopeless)}. "
             "Resume from a checkpoint that covers them, or begin a new run"
         )
-    return tuple(lost)
 
 
 def _pages(controller: DataFlowController, acked: bool, uses: int) -> Iterator[tuple[SampleRef, ...]]:

@@ -79,7 +79,8 @@ class StepAcks:
 
             def begin() -> None:
                 self._held = held.enter_context(hold_consumer(self._controller))
-                self._controller.record_left("")
+                if self._controller.read_progress().left:
+                    self._controller.record_left("")
                 self._controller.record_fact(FREE_AT, self._free_at)
                 found = reconcile_on_restart(
                     self._controller, features, global_step, uses, release=self._free_at != "never"

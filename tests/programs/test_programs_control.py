@@ -1,4 +1,4 @@
-"""The control server as a process: what it refuses. That it serves is shown by tests/dataflow/test_dataflow_control_server.py."""
+"""The control server as a process: what it refuses. That it serves is shown by tests/dataflow/test_stream_control_server.py."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_runtime_streaming_plan import plans, refs_with
+from test_stream_streaming_plan import plans, refs_with
 
 from draftworks.stream.stream_order import StreamOrder
 from draftworks.stream.stream_report import StreamReport
