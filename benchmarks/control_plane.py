@@ -25,12 +25,11 @@ from typing import Annotated
 
 import typer
 
-from draftworks.dataflow.controller import DataFlowController
-from draftworks.dataflow.metadata_store import NoOpMetadataStore
-from draftworks.dataflow.ref_set import RefEncoder, decode_ref
-from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
-from draftworks.dataflow.tasks import PromptTask
 from draftworks.features.contracts import FeatureSpec, SampleRef
+from draftworks.stream.controller import DataFlowController
+from draftworks.stream.ref_set import RefEncoder, decode_ref
+from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
+from draftworks.stream.tasks import PromptTask
 
 STREAMS = ("hf3", "hf15", "hf28", "last")
 HIDDEN = 4096
@@ -83,7 +82,6 @@ class SlimCost:
     encode_us: float
     from_json_us: float
     decode_us: float
-    no_op_commit_us: float
     json_bytes: int
     slim_bytes: int
 
@@ -108,7 +106,7 @@ def main(
     print(
         f"slim: encode {slim.encode_us:.1f} us ({slim.to_json_us / slim.encode_us:.0f} x less than to_json, "
         f"{slim.to_json_us:.0f} us), decode {slim.decode_us:.1f} us (from_json {slim.from_json_us:.1f} us), "
-        f"{slim.slim_bytes} bytes ({slim.json_bytes}); no-op commit {slim.no_op_commit_us:.1f} us"
+        f"{slim.slim_bytes} bytes ({slim.json_bytes})"
     )
     if json_file is not None:
         found = {"count": count, "batch": batch, "step": step, "rows": [asdict(row) for row in rows]}
@@ -208,13 +206,11 @@ def measure_slim(count: int = 1000, repeats: int = 5) -> SlimCost:
     refs = [make_ref(number, f"task-{number // SAMPLES_PER_TASK:08d}") for number in range(count)]
     encoder = RefEncoder()
     slim, texts = [encoder.encode(ref) for ref in refs], [ref.to_json() for ref in refs]
-    local = DataFlowController("run", NoOpMetadataStore())
     works: list[Callable[[], Sequence[object]]] = [
         lambda: [ref.to_json() for ref in refs],
         lambda: [encoder.encode(ref) for ref in refs],
         lambda: [SampleRef.from_json(text) for text in texts],
         lambda: [decode_ref(each.header, each.line) for each in slim],
-        lambda: [local.commit_samples(refs)],
     ]
     seconds: list[list[float]] = [[] for _ in works]
     for _ in range(repeats):
@@ -222,8 +218,8 @@ def measure_slim(count: int = 1000, repeats: int = 5) -> SlimCost:
             began = time.process_time()
             work()
             taken.append((time.process_time() - began) / count * 1e6)
-    to_json, encode, from_json, decode, no_op = map(statistics.median, seconds)
-    return SlimCost(to_json, encode, from_json, decode, no_op, len(texts[-1]), len(slim[-1].line))
+    to_json, encode, from_json, decode = map(statistics.median, seconds)
+    return SlimCost(to_json, encode, from_json, decode, len(texts[-1]), len(slim[-1].line))
 
 
 if __name__ == "__main__":

@@ -33,18 +33,20 @@ from draftworks.config.capture import CaptureSpec
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
 from draftworks.data.tokenized import TokenRow
-from draftworks.dataflow.controller import DataFlowController
-from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
-from draftworks.dataflow.watermark import Watermark
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.open_store import open_store
-from draftworks.runtime.awaited_store import AwaitedStore
-from draftworks.runtime.rollout_worker import RolloutWorker
-from draftworks.runtime.stream_consumer import StreamConsumer
-from draftworks.runtime.stream_order import StreamOrder
-from draftworks.runtime.streaming_plan import StreamingPlan
 from draftworks.storage.identity import LayerTap
+from draftworks.stream.awaited_store import AwaitedStore
+from draftworks.stream.capture_worker import CaptureWorker
+from draftworks.stream.controller import DataFlowController
+from draftworks.stream.planned_order import PlannedOrder
+from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
+from draftworks.stream.stream_consumer import StreamConsumer
+from draftworks.stream.stream_order import StreamOrder
+from draftworks.stream.stream_rounds import StreamRound
+from draftworks.stream.streaming_plan import StreamingPlan
+from draftworks.stream.watermark import Watermark
 
 HIDDEN, LENGTH, BATCH, VOCAB = 256, 64, 4, 1000
 POLL_S = 0.005
@@ -138,7 +140,7 @@ class Stream:
     plan: StreamingPlan
     controller: DataFlowController
     store: KeyedFeatureStore
-    worker: RolloutWorker
+    worker: CaptureWorker
     is_over: threading.Event
     steps: int
 
@@ -150,10 +152,10 @@ class Stream:
         watermark = Watermark(samples=case.watermark_steps * BATCH)
         plan = StreamingPlan(refs, StreamOrder(len(refs), BATCH, 0, case.batches), watermark)
         controller = DataFlowController("overlap", SQLiteMetadataStore(case.folder / "control.sqlite"))
-        worker = RolloutWorker(
-            *("producer", run, plan, controller, open_store(run.store), rows),
-            lambda: PacedEngine(run.capture, case.seconds),
-            should_stop=is_over.is_set,
+        current, own = StreamRound((), plan, controller), open_store(run.store)
+        order = PlannedOrder(current, own, rows, run.capture.batch_tokens)
+        worker = CaptureWorker(
+            "producer", run, order, own, lambda: PacedEngine(run.capture, case.seconds), is_over.is_set
         )
         return cls(plan, controller, store, worker, is_over, case.batches)
 

@@ -31,13 +31,13 @@ from rich.table import Table
 from draftworks.config.features import StreamingSpec, WatermarkSpec
 from draftworks.config.run_files import CaptureRun, ProduceRun, RunFile, StoreSpec, StreamPlace, TrainRun
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.dataflow.controller import DataFlowController
 from draftworks.drafts.draft_io import read_draft_config
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store
-from draftworks.runtime.stream_rounds import StreamRounds
-from draftworks.runtime.streaming_plan import StreamingPlan
-from draftworks.runtime.training_stream import open_controller
+from draftworks.stream.controller import DataFlowController
+from draftworks.stream.stream_rounds import StreamRounds
+from draftworks.stream.streaming_plan import StreamingPlan
+from draftworks.stream.training_stream import open_controller
 
 PRODUCER_CORE, TRAINER_CORE = 0, 1
 POLL_S = 0.05

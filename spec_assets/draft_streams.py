@@ -20,10 +20,10 @@ import dagster as dg
 from draftworks.config.features import StreamFollower, StreamingSpec, require_one_schedule
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import MemoryRun, ProduceRun, StoreSpec, StreamPlace
-from draftworks.dataflow.control_wire import TOKEN_ENV, load_token
 from draftworks.errors import ConfigError
 from draftworks.storage.files import publish_file, publish_json, read_json
 from draftworks.storage.identity import digest
+from draftworks.stream.control_wire import TOKEN_ENV, load_token
 from resources.companions import Companion
 from resources.job_claims import CLAIM
 from resources.torch_job import TorchJob
@@ -214,8 +214,8 @@ class DraftStream:
 
     def give_up(self, name: str, failure: dg.Failure) -> None:
         """Give up the claims of a training that has failed, so that neither producers nor trainings wait for it."""
-        from draftworks.runtime.stream_rounds import find_newest_run
-        from draftworks.runtime.training_stream import open_controller
+        from draftworks.stream.stream_rounds import find_newest_run
+        from draftworks.stream.training_stream import open_controller
 
         if self.place is not None and self.place.followers:
             controller = open_controller(self.place, retry_s=_GIVE_UP_S)
@@ -294,9 +294,9 @@ def open_stream(
 def _count_all_in(database: Path, place: StreamPlace) -> None:
     """Let all followers of a stream take part, those too that failed in an earlier attempt; no process uses it yet."""
     if database.exists():
-        from draftworks.dataflow.controller import DataFlowController
-        from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
-        from draftworks.runtime.stream_rounds import find_newest_run
+        from draftworks.stream.controller import DataFlowController
+        from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
+        from draftworks.stream.stream_rounds import find_newest_run
 
         controller = DataFlowController(place.run_id, SQLiteMetadataStore(database))
         for each in place.followers:

@@ -30,18 +30,15 @@ FILES = (
         f"tests/programs/test_programs_{name}.py"
         for name in ("program", "ray_job", "train", "train_resume", "export", "serve", "regenerate", "start")
     ),
-    *(
-        f"tests/dataflow/test_dataflow_{name}.py"
-        for name in ("ref_channel", "ref_queues", "distributor", "control_server", "consumer_lease", "sqlite_database")
-    ),
+    *(f"tests/stream/test_stream_{name}.py" for name in ("control_server", "consumer_lease", "sqlite_database")),
     *(f"tests/capture/engines/test_capture_sglang_{name}.py" for name in ("engine", "job", "replicas", "balancing")),
     "tests/capture/test_capture_background.py",
     "tests/capture/test_capture_in_flight.py",
     "tests/preflight/installation",
     "tests/service/test_service_hook.py",
     *(
-        f"tests/runtime/test_runtime_{name}.py"
-        for name in ("shared_stream", "left_out", "stream_failures", "streaming", "interleaved", "stream_kills")
+        f"tests/stream/test_stream_{name}.py"
+        for name in ("shared_stream", "left_out", "failures", "streaming", "interleaved", "kills", "arrival_signals")
     ),
     *(f"tests/storage/test_storage_{name}.py" for name in ("artifacts", "lease", "lease_file", "object_store")),
     *(

@@ -88,6 +88,10 @@ class InFlight(Generic[Work]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def limit(self, budget: InFlightBudget) -> None:
+        """Set the budget, once the engine is known."""
+        self._budget = budget
+
     def fits(self, size: RequestSize) -> bool:
         """Return whether work of this size may begin now."""
         budget, sizes = self._budget, [each for _, each in self._entries]

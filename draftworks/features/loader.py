@@ -20,7 +20,6 @@ from draftworks.features.schedule import (
     PaddedTrainSchedule,
     TrainSchedule,
 )
-from draftworks.features.step_leases import StepLeases
 from draftworks.features.training_loader import SampleOrder
 
 
@@ -36,7 +35,6 @@ class FeatureDataLoader:
         schedule: the samples of each micro-batch; see `for_training` and `for_evaluation`.
         collate: samples and their ids to a batch, as `DraftStrategy.collate`.
         prefetch: batches prepared ahead, by `threads` threads; 0 prepares them in the caller's thread.
-        release_on_ack: hold the leases of what is read until `leases.release` names the samples of its optimizer step.
     """
 
     has_ended = False
@@ -51,12 +49,10 @@ class FeatureDataLoader:
         collate: Collate,
         prefetch: int = 2,
         threads: int = 1,
-        release_on_ack: bool = False,
     ) -> None:
         self.schedule = schedule
-        self.leases = StepLeases(store) if release_on_ack else None
         self._refs = refs
-        self._reader = SampleReader(store, collate, self.leases)
+        self._reader = SampleReader(store, collate)
         self._prefetch = prefetch
         self._threads = threads
         self._device = torch.device("cpu")
@@ -77,7 +73,6 @@ class FeatureDataLoader:
         seed: int = 0,
         left_out: Sequence[int] = (),
         prefetch: int = 2,
-        release_on_ack: bool = False,
     ) -> FeatureDataLoader:
         """Loader of shuffled epochs; `global_batch_size` defaults to one micro-batch of `batch_size` on each rank.
 
@@ -93,7 +88,7 @@ class FeatureDataLoader:
             seed=seed,
             left_out=tuple(left_out),
         )
-        return cls(refs, store, schedule, collate, prefetch, release_on_ack=release_on_ack)
+        return cls(refs, store, schedule, collate, prefetch)
 
     @classmethod
     def for_packed_training(
@@ -109,7 +104,6 @@ class FeatureDataLoader:
         seed: int = 0,
         left_out: Sequence[int] = (),
         prefetch: int = 2,
-        release_on_ack: bool = False,
     ) -> FeatureDataLoader:
         """Loader with the same samples in every step as `for_training`, in packed rows; `pack` as `DraftStrategy.pack`.
 
@@ -126,7 +120,7 @@ class FeatureDataLoader:
             seed=seed,
             left_out=tuple(left_out),
         )
-        return cls(refs, store, schedule, pack, prefetch, release_on_ack=release_on_ack)
+        return cls(refs, store, schedule, pack, prefetch)
 
     @classmethod
     def for_evaluation(
@@ -200,9 +194,7 @@ class FeatureDataLoader:
         threads = self._threads if self._prefetch else 0
         with ExitStack() as stopping:
             stopping.callback(self._reader.forget_announced)
-            ahead = stopping.enter_context(
-                BatchPrefetcher(threads, self._device, self.leases, self._reader.stop_waiting)
-            )
+            ahead = stopping.enter_context(BatchPrefetcher(threads, self._device, self._reader.stop_waiting))
             for batch in self._reader.announce(self._refs, plan):
                 ahead.put(partial(self._reader.read, self._refs, batch))
                 if len(ahead) > self._prefetch:

@@ -12,10 +12,8 @@ from typing import Self
 import torch
 
 from draftworks.features.contracts import TrainBatch
-from draftworks.features.sample_reader import LoadedBatch
-from draftworks.features.step_leases import StepLeases
 
-Read = Callable[[], LoadedBatch]
+Read = Callable[[], TrainBatch]
 
 
 class BatchPrefetcher:
@@ -24,7 +22,6 @@ class BatchPrefetcher:
     Args:
         threads: read ahead; 0 reads each batch in the caller's thread when it is taken.
         device: where batches will go to; for a GPU they are pinned. They stay on the CPU.
-        leases: counts the leases of batches that are taken to their optimizer steps.
         stop_waiting: called when the block is left, so that no thread goes on waiting for features.
     """
 
@@ -32,11 +29,9 @@ class BatchPrefetcher:
         self,
         threads: int,
         device: torch.device,
-        leases: StepLeases | None = None,
         stop_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._stop_waiting = stop_waiting
-        self._leases = leases
         self._pins = threads > 0 and device.type == "cuda"
         self._waiting: deque[Read] = deque()
         self._pool = None
@@ -65,19 +60,16 @@ class BatchPrefetcher:
         if self._pool is None:
             self._waiting.append(read)
         else:
-            future: Future[LoadedBatch] = self._pool.submit(self._read_pinned if self._pins else _call, read)
+            future: Future[TrainBatch] = self._pool.submit(self._read_pinned if self._pins else _call, read)
             self._waiting.append(future.result)
 
     def take(self) -> TrainBatch:
         """Return the oldest batch that was asked for; raises what its reading raised."""
-        loaded = self._waiting.popleft()()
-        if self._leases is not None:
-            self._leases.hand_out(loaded.batch.sample_ids, loaded.handles, loaded.batch.ends_step)
-        return loaded.batch
+        return self._waiting.popleft()()
 
-    def _read_pinned(self, read: Read) -> LoadedBatch:
+    def _read_pinned(self, read: Read) -> TrainBatch:
         return read().pin_memory()
 
 
-def _call(read: Read) -> LoadedBatch:
+def _call(read: Read) -> TrainBatch:
     return read()

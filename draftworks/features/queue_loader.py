@@ -15,7 +15,6 @@ from draftworks.features.packing import PackLimits, require_lengths
 from draftworks.features.prefetch import BatchPrefetcher
 from draftworks.features.sample_reader import Collate, SampleReader
 from draftworks.features.schedule import MicroBatch, PaddedTrainSchedule
-from draftworks.features.step_leases import StepLeases
 from draftworks.features.training_loader import SampleOrder
 
 SplitStep = Callable[[Sequence[SampleRef]], list[MicroBatch]]
@@ -60,8 +59,6 @@ class QueueDataLoader:
         source: called from the thread that iterates, never from a reading thread, because its calls are collectives.
         split: see `padded_steps` and `packed_steps`.
         prefetch: micro-batches prepared ahead, if their references have come; whole steps are asked for.
-        release_on_ack: hold the leases of what is read until `leases.release` names the samples of its optimizer step.
-            A consume-once store needs it where packed rows may be padded, see `packed_steps`.
     """
 
     def __init__(
@@ -72,11 +69,9 @@ class QueueDataLoader:
         collate: Collate,
         prefetch: int = 2,
         threads: int = 1,
-        release_on_ack: bool = True,
     ) -> None:
         self.source = source
-        self.leases = StepLeases(store) if release_on_ack else None
-        self._reader = SampleReader(store, collate, self.leases)
+        self._reader = SampleReader(store, collate)
         self._split = split
         self._prefetch = prefetch
         self._threads = threads
@@ -116,7 +111,7 @@ class QueueDataLoader:
 
     def __iter__(self) -> Iterator[TrainBatch]:
         threads = self._threads if self._prefetch else 0
-        with BatchPrefetcher(threads, self._device, self.leases, self._reader.stop_waiting) as ahead:
+        with BatchPrefetcher(threads, self._device, self._reader.stop_waiting) as ahead:
             while True:
                 self._fill(ahead)
                 if not ahead:

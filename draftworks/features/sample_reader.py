@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from draftworks.errors import DraftworksError
-from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef, TrainBatch
+from draftworks.features.contracts import FeatureStore, SampleRef, TrainBatch
 from draftworks.features.scaled_fp8 import decode_features
 from draftworks.features.schedule import MicroBatch
-from draftworks.features.step_leases import StepLeases
 
 Sample = dict[str, Tensor]
 Collate = Callable[[Sequence[Mapping[str, Tensor]], Sequence[str]], TrainBatch]
-
-
-@dataclass(frozen=True)
-class LoadedBatch:
-    """A batch, and the leases that stay open until its optimizer step is acknowledged."""
-
-    batch: TrainBatch
-    handles: tuple[FeatureHandle, ...] = ()
-
-    def pin_memory(self) -> LoadedBatch:
-        return replace(self, batch=self.batch.pin_memory())
 
 
 class SampleReader:
@@ -35,15 +23,11 @@ class SampleReader:
 
     A padding batch is a real batch of one sample with its loss mask cleared and no `sample_ids`: it goes through the
     model like any other, so that collectives match, and adds nothing.
-
-    Args:
-        leases: holds the leases of what is read; without it they end once the tensors are copied.
     """
 
-    def __init__(self, store: FeatureStore, collate: Collate, leases: StepLeases | None = None) -> None:
+    def __init__(self, store: FeatureStore, collate: Collate) -> None:
         self._store = store
         self._collate = collate
-        self._leases = leases
 
     def stop_waiting(self) -> None:
         """Make reads end that wait for features, see `FeatureStore.stop_waiting`."""
@@ -66,7 +50,7 @@ class SampleReader:
         """Tell the store that what was announced and not read will not be."""
         self._store.forget_expected()
 
-    def read(self, refs: Sequence[SampleRef], batch: MicroBatch) -> LoadedBatch:
+    def read(self, refs: Sequence[SampleRef], batch: MicroBatch) -> TrainBatch:
         """Read and collate the samples of `refs` that a micro-batch names.
 
         Raises:
@@ -74,18 +58,16 @@ class SampleReader:
             RuntimeError: any other failure of a sample or of collation, with the samples named.
         """
         chosen = [refs[index] for index in batch.indices]
-        handles: list[FeatureHandle] = []
-        samples = [self._sample(ref, batch.padding, handles) for ref in chosen]
+        samples = [self._sample(ref, batch.padding) for ref in chosen]
         ids = tuple(ref.sample_id for ref in chosen)
         try:
             collated = self._collate(samples, ids)
         except Exception as error:
             raise _name_sample(error, f"batch of samples {', '.join(ids)}") from error
         tokens = 0 if batch.padding else sum(ref.num_tokens for ref in chosen)
-        read = replace(collated, sample_ids=() if batch.padding else ids, num_tokens=tokens, ends_step=batch.ends_step)
-        return LoadedBatch(read, tuple(handles))
+        return replace(collated, sample_ids=() if batch.padding else ids, num_tokens=tokens, ends_step=batch.ends_step)
 
-    def _sample(self, ref: SampleRef, padding: bool, handles: list[FeatureHandle]) -> Sample:
+    def _sample(self, ref: SampleRef, padding: bool) -> Sample:
         try:
             tensors, handle = self._store.get(ref)
             try:
@@ -94,11 +76,7 @@ class SampleReader:
                     decoded = {k: v.clone() if v is tensors[k] else v for k, v in decoded.items()}
                 tensors = decoded
             finally:
-                if self._leases is None:
-                    self._store.release(handle)
-                else:
-                    self._leases.take(handle)
-                    handles.append(handle)
+                self._store.release(handle)
             if padding and "loss_mask" in tensors:
                 tensors = {**tensors, "loss_mask": torch.zeros_like(tensors["loss_mask"])}
             return tensors

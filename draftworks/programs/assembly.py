@@ -34,9 +34,9 @@ from draftworks.features.rounded_store import RoundedStore
 from draftworks.features.scaled_fp8 import get_decoded_dtype
 from draftworks.features.schedule import find_left_out
 from draftworks.programs.program import ProgramContext
-from draftworks.runtime.planned_loader import make_planned_loader
 from draftworks.sglang.job_servers import JobServers, make_servers_folder, remove_servers_folders
 from draftworks.storage.identity import LayerTap
+from draftworks.stream.planned_loader import make_planned_loader
 
 
 @dataclass(frozen=True)

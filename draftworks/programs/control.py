@@ -15,12 +15,12 @@ from typing import Annotated
 import typer
 
 from draftworks.config.urls import parse_endpoint
-from draftworks.dataflow.control_server import ControlServer
-from draftworks.dataflow.control_wire import load_token
-from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.programs.failure import leave_error_file
+from draftworks.stream.control_server import ControlServer
+from draftworks.stream.control_wire import load_token
+from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
 
 TokenFile = Annotated[Path | None, typer.Option(help="File with the shared secret; else DRAFTWORKS_CONTROL_TOKEN.")]
 

@@ -12,7 +12,7 @@ from draftworks.errors import StoreLostError
 from draftworks.features.manifest import read_feature_set
 from draftworks.mooncake.service import MIN_SEGMENT_BYTES, MooncakeOptions, MooncakeService
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.runtime.stream_rounds import make_streaming_plan
+from draftworks.stream.stream_rounds import make_streaming_plan
 
 HEAD_ROOM = 1.25
 """Of the segment over the bytes of the features: Mooncake rounds each object up, and holes come between them."""

@@ -16,11 +16,12 @@ from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store_to_write
 from draftworks.programs.assembly import make_engine_place, open_job_servers, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.runtime.rollout_worker import RolloutWorker
-from draftworks.runtime.stream_rounds import StreamRounds
-from draftworks.runtime.training_stream import open_controller
 from draftworks.storage.files import publish_json
 from draftworks.storage.words import format_count
+from draftworks.stream.capture_worker import CaptureWorker
+from draftworks.stream.planned_order import PlannedOrder
+from draftworks.stream.stream_rounds import StreamRounds
+from draftworks.stream.training_stream import open_controller
 
 
 def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
@@ -60,18 +61,8 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
 
         name = f"{run.worker}-{ctx.rank}"
         confirm = probe.confirm if run.capture.server.external else None
-        worker = RolloutWorker(
-            name,
-            capture,
-            current.plan,
-            current.controller,
-            store,
-            tokens,
-            load,
-            lambda: bool(stop.signum),
-            confirm,
-            rounds.watch(current),
-        )
+        order = PlannedOrder(current, store, tokens, run.capture.batch_tokens, rounds.watch(current))
+        worker = CaptureWorker(name, capture, order, store, load, lambda: bool(stop.signum), confirm)
         done = worker.run()
     seconds = time.monotonic() - started
     ctx.log(

@@ -32,10 +32,10 @@ from draftworks.programs.assembly import (
     require_same_dtype,
 )
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.runtime.training_stream import PLAN_AGAIN, TrainingStream
 from draftworks.storage.artifacts import PARTIAL
 from draftworks.storage.files import publish_file
 from draftworks.storage.identity import digest
+from draftworks.stream.training_stream import PLAN_AGAIN, TrainingStream
 from draftworks.targets.fitted_defaults import describe_computation
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.checkpoint_files import read_record

@@ -56,16 +56,9 @@ def stored(tmp_path: Path):
 
 
 def train(loader: QueueDataLoader) -> list[TrainBatch]:
-    """Take every batch and acknowledge every step."""
-    batches, step = [], []
-    for batch in loader:
-        batches.append(batch)
-        step += batch.sample_ids
-        if batch.ends_step:
-            assert loader.leases is not None
-            loader.leases.release(step)
-            step = []
-    assert step == []
+    """Take every batch; each step is whole."""
+    batches = list(loader)
+    assert not batches or batches[-1].ends_step
     return batches
 
 
@@ -155,22 +148,12 @@ def test_a_stream_has_one_epoch_and_is_not_skipped(stored):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_errors_name_the_sample_and_leave_every_lease_to_the_caller(stored, prefetch):
+def test_errors_name_the_sample_and_leave_no_lease(stored, prefetch):
     store, refs = stored
     store.fail_on = "s5"
     loader = QueueDataLoader(ListedSteps(refs), store, padded_steps(SIZE, 2), pad_collate, prefetch)
     with pytest.raises(RuntimeError, match="sample s5: OSError: the disk is gone"):
         train(loader)
-    assert loader.leases is not None
-    loader.leases.release_all()
-    assert store.leased == 0
-
-
-def test_leases_may_end_with_reading(stored):
-    store, refs = stored
-    loader = QueueDataLoader(ListedSteps(refs), store, padded_steps(SIZE, 2), pad_collate, release_on_ack=False)
-    assert len(list(loader)) == 6
-    assert loader.leases is None
     assert store.leased == 0
 
 

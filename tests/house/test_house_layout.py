@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
 ROOMS = [
-    *("storage", "config", "distributed", "mooncake", "data", "features", "dataflow", "targets", "sglang"),
+    *("storage", "config", "distributed", "mooncake", "data", "features", "targets", "sglang"),
     *(
         "drafts",
         "capture",
@@ -19,7 +19,7 @@ ROOMS = [
         "export",
         "strategies",
         "training",
-        "runtime",
+        "stream",
         "service",
         "production",
         "fleet",

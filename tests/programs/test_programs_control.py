@@ -1,4 +1,4 @@
-"""The control server as a process: what it refuses. That it serves is shown by tests/dataflow/test_dataflow_control_server.py."""
+"""The control server as a process: what it refuses. That it serves is shown by tests/dataflow/test_stream_control_server.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from draftworks.dataflow.control_wire import TOKEN_ENV
 from draftworks.programs import control
+from draftworks.stream.control_wire import TOKEN_ENV
 
 
 def run_program(*words: str, token: str = "a secret of the tests") -> tuple[int, str]:

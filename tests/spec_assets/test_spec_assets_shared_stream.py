@@ -11,11 +11,11 @@ import pytest
 import yaml
 from coverings import gate_or_long
 
-from draftworks.dataflow.controller import DataFlowController
-from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.storage.artifacts import ArtifactStore
+from draftworks.stream.controller import DataFlowController
+from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.targets.registry import Registry
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace

@@ -16,10 +16,10 @@ from toy_cluster import ToyCluster, pausing
 from waiting import meanwhile, wait_until
 
 from draftworks.config.run_files import ProduceRun, StreamPlace
-from draftworks.dataflow.controller import DataFlowController
-from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.programs.heartbeat import HeartbeatRecord
 from draftworks.storage.artifacts import ArtifactStore
+from draftworks.stream.controller import DataFlowController
+from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
 
 STREAMING = {"watermark": {"samples": 16}, "lease_s": 4, "control": {}}
 LONG = {"epochs": 6, "save_every": 4, "log_every": 30}

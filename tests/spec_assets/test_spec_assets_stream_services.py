@@ -13,8 +13,8 @@ import pytest
 
 from draftworks.config.features import StreamingSpec
 from draftworks.config.run_files import MemoryRun, ProduceRun, StreamSteps, TargetFiles
-from draftworks.dataflow.control_wire import TOKEN_ENV, load_token
 from draftworks.errors import ConfigError
+from draftworks.stream.control_wire import TOKEN_ENV, load_token
 from resources.companions import Companion
 from resources.workspace import Workspace
 from spec_assets.draft_streams import (

@@ -1,10 +1,11 @@
-"""Trainings of toy samples in arrival order: from a folder's channel, or from a queue in memory."""
+"""Trainings of toy samples in arrival order, from the references of a control plane."""
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ import torch
 from resumable_runs import RecordingStrategy
 from torch import Tensor
 from training_toys import eval_loader, ragged_samples
+from waiting import HANG_S
 
 from draftworks.config.registry_files import TrainingSpec
-from draftworks.dataflow.control_plane import ControlPlane, resolve_control_plane
-from draftworks.dataflow.ref_channel import StreamingRefChannel
-from draftworks.dataflow.ref_queues import RefQueue, SampleRefQueue, StreamingRefQueue
-from draftworks.dataflow.watermark import Watermark
-from draftworks.features.contracts import SampleRef, TrainBatch
-from draftworks.features.shared_dir_store import SharedDirFeatureStore
-from draftworks.runtime.arrival_stream import ArrivalStream
-from draftworks.runtime.step_acks import FreeAt
+from draftworks.features.contracts import KeyedFeatureStore, SampleRef, TrainBatch
+from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
+from draftworks.stream.arrival_producer import SOURCE, SourceFact
+from draftworks.stream.arrival_stream import ArrivalStream, RefQueue
+from draftworks.stream.control_plane import ControlPlane, resolve_control_plane
+from draftworks.stream.controller import DataFlowController
+from draftworks.stream.step_acks import FreeAt
 from draftworks.training.checkpoint_files import read_record
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.trainer import Persistence, Trainer
@@ -50,70 +51,65 @@ class PackingStrategy(RecordingStrategy):
         return TrainBatch(joined, tuple(sample_ids), sum(lengths), documents=lengths)
 
 
-def put_samples(store: SharedDirFeatureStore, samples: Mapping[str, dict[str, Tensor]] = SAMPLES) -> list[SampleRef]:
+def put_samples(store: KeyedFeatureStore, samples: Mapping[str, dict[str, Tensor]] = SAMPLES) -> list[SampleRef]:
     """Store toy samples with their tokens; returns their references in another order than their names."""
     refs = []
     for name, tensors in samples.items():
-        keys = {each: each for each in tensors}
+        keys = {each: f"{name}-{each}" for each in tensors}
         refs.append(store.put(SampleRef(name, "run", name, "", keys, {}, num_tokens=len(tensors["last"])), tensors))
     order = torch.randperm(len(refs), generator=torch.Generator().manual_seed(5))
     return [refs[index] for index in order.tolist()]
 
 
-def ended_queue(refs: Sequence[SampleRef], skip_ids: Iterable[str] = ()) -> SampleRefQueue:
-    queue = SampleRefQueue(Watermark(samples=999), skip_ids=skip_ids)
-    queue.put(refs)
-    queue.close()
-    return queue
-
-
-def publish(channel: StreamingRefChannel, refs: Sequence[SampleRef]) -> None:
-    with channel.open_writer() as writer:
-        writer.publish_batch(refs)
+def publish(controller: DataFlowController, refs: Sequence[SampleRef], ends: bool = True) -> None:
+    """Commit references as producers do; `ends`: no more will come."""
+    controller.commit_samples(refs, frees=0)
+    if ends:
+        controller.record_fact(SOURCE, json.dumps(vars(SourceFact("toy", len(refs), 0.1, SPEC.global_batch_size))))
 
 
 @dataclass(frozen=True)
 class ArrivalRun:
-    """A training in a folder: every one that it fits goes on from the newest checkpoint there."""
+    """A training in a folder: every one that it fits goes on from the newest checkpoint there.
+
+    Attributes:
+        queue: of a training that repeats another one.
+    """
 
     folder: Path
-    store: SharedDirFeatureStore
-    open_queue: Callable[[Iterable[str]], RefQueue]
     spec: TrainingSpec = SPEC
-    free_at: FreeAt = "step"
-    mode: str = "local_colocated"
+    free_at: FreeAt = "never"
+    queue: RefQueue | None = None
+    shared: KeyedFeatureStore | None = None
     fits: list[Trainer] = field(default_factory=list)
 
-    @classmethod
-    def of_channel(cls, folder: Path, channel: StreamingRefChannel, **changes: Any) -> ArrivalRun:
-        store = SharedDirFeatureStore(folder / "store", changes.pop("retain", True))
-
-        def open_queue(skip_ids: Iterable[str]) -> RefQueue:
-            return StreamingRefQueue(channel.open_consumer(), skip_ids)
-
-        return replace(cls(folder, store, open_queue), **changes)
-
     @property
-    def log(self) -> Path:
-        return self.folder / "order.jsonl"
+    def store(self) -> KeyedFeatureStore:
+        return self.shared or KeyedSharedDirStore(self.folder / "store")
 
     def plane(self) -> ControlPlane:
-        local = self.mode == "local_colocated"
-        return resolve_control_plane(
-            self.mode, "run", None if local else self.folder / "control.sqlite", consumer_lease_s=1.0
-        )
+        return resolve_control_plane("disaggregated", "run", self.folder / "control.sqlite", consumer_lease_s=1.0)
+
+    def publish(self, refs: Sequence[SampleRef] | None = None, ends: bool = True) -> ArrivalRun:
+        publish(self.plane().controller, put_samples(self.store) if refs is None else refs, ends)
+        return self
+
+    def read_order(self) -> list[tuple[str, ...]]:
+        return [step.sample_ids for step in self.plane().controller.read_order()]
 
     def fit(
         self,
         *,
         stop_after: int | None = None,
         unheard: int = 0,
-        on_step: Callable[[int], None] = lambda step: None,
+        on_step: Callable[[int], None] | None = None,
+        on_saved: Callable[[int], None] | None = None,
     ) -> Trainer:
-        """Train; `on_step` is called after each acknowledged step, and `stop_after` says when a signal comes.
+        """Train; `stop_after` says when a signal comes.
 
         Args:
             unheard: how often the signal is looked for before it comes.
+            on_step, on_saved: called after each acknowledged step, and after each recorded checkpoint.
         """
         manager = CheckpointManager(self.folder / "checkpoints", "toy", save_async=self.spec.save_async)
         latest = manager.latest_dir()
@@ -126,18 +122,16 @@ class ArrivalRun:
             return signal.SIGTERM if len(looks) > unheard else 0
 
         trainer, looks = None, []
-        stream = ArrivalStream.open(
-            self.open_queue,
-            self.store,
-            strategy,
-            self.spec,
-            self.plane(),
-            self.log,
-            0 if latest is None else read_record(latest).step,
-            self.free_at,
-            stop_signal,
+        stream = ArrivalStream(
+            *(self.store, strategy, self.spec, self.plane(), 0 if latest is None else read_record(latest).step),
+            free_at=self.free_at,
+            stop_signal=stop_signal,
+            idle_timeout_s=HANG_S,
+            queue=self.queue,
         )
-        listener = _Watched(stream.acks, on_step)
+        listener = (
+            None if stream.acks is None else _Watched(stream.acks, on_step or _do_nothing, on_saved or _do_nothing)
+        )
         trainer = Trainer(
             strategy,
             stream.loader,
@@ -151,19 +145,27 @@ class ArrivalRun:
         self.fits.append(trainer)
         with stream.follow():
             trainer.fit()
+            if not trainer.controller.stopped_by:
+                stream.finish()
         return trainer
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A step listener with another one after it."""
+    """A step listener with others after it."""
 
     listener: Any
-    then: Callable[[int], None]
+    on_acked: Callable[[int], None]
+    on_saved: Callable[[int], None]
 
     def on_step(self, global_step: int) -> None:
         self.listener.on_step(global_step)
-        self.then(global_step)
+        self.on_acked(global_step)
 
     def on_checkpoint(self, global_step: int) -> None:
         self.listener.on_checkpoint(global_step)
+        self.on_saved(global_step)
+
+
+def _do_nothing(step: int) -> None:
+    pass

@@ -14,9 +14,9 @@ from stream_toys import STREAMS, TRAINING, StreamFiles, make_rows
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.programs.assembly import Samples, build_draft, build_evaluation_loader, open_samples
 from draftworks.programs.program import ProgramContext
-from draftworks.runtime.builders import ProducerParts
-from draftworks.runtime.row_sources import RowSource, TokenSource
-from draftworks.runtime.trainer_runtime import TrainerParts
+from draftworks.stream.arrival_producer import ProducerParts
+from draftworks.stream.row_sources import RowSource, TokenSource
+from draftworks.stream.topologies import TrainerParts
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.trainer import Persistence
 

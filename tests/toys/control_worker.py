@@ -12,8 +12,8 @@ import sys
 
 from dataflow_toys import TOKEN, refs_of
 
-from draftworks.dataflow.control_client import RemoteMetadataStore
-from draftworks.dataflow.controller import DataFlowController
+from draftworks.stream.control_client import RemoteMetadataStore
+from draftworks.stream.controller import DataFlowController
 
 
 def work(address: str, count: int) -> None:

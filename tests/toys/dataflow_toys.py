@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from draftworks.dataflow.control_client import RemoteMetadataStore
-from draftworks.dataflow.control_server import ControlServer
-from draftworks.dataflow.controller import DataFlowController
-from draftworks.dataflow.metadata_store import MetadataStore
-from draftworks.dataflow.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
-from draftworks.dataflow.tasks import PromptTask
 from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef
+from draftworks.stream.control_client import RemoteMetadataStore
+from draftworks.stream.control_server import ControlServer
+from draftworks.stream.controller import DataFlowController
+from draftworks.stream.metadata_store import MetadataStore
+from draftworks.stream.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
+from draftworks.stream.tasks import PromptTask
 
 LEASE_S = 10.0
 NAMES = ("hf2", "last")

@@ -18,11 +18,11 @@ from waiting import HANG_S, find_now, meanwhile, wait_until
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import MemoryRun, RunFile, StoreSpec, StreamPlace
-from draftworks.dataflow.controller import DataFlowController
-from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store
-from draftworks.runtime.stream_rounds import make_streaming_plan
+from draftworks.stream.controller import DataFlowController
+from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
+from draftworks.stream.stream_rounds import make_streaming_plan
 
 RANKS = 2
 SERVING = ("control", "memory")

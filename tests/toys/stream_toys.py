@@ -33,9 +33,10 @@ from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.features.open_store import open_store
-from draftworks.runtime.rollout_worker import RolloutWorker, WorkerSummary
-from draftworks.runtime.stream_rounds import StreamRounds
-from draftworks.runtime.training_stream import count_stream_steps, open_controller
+from draftworks.stream.capture_worker import CaptureWorker, WorkerSummary
+from draftworks.stream.planned_order import PlannedOrder
+from draftworks.stream.stream_rounds import StreamRounds
+from draftworks.stream.training_stream import count_stream_steps, open_controller
 
 
 class SerialEngine(WatchedEngine):
@@ -161,20 +162,12 @@ class StreamFiles:
             worker=worker,
         )
 
-    def make_worker(self, run: ProduceRun, should_stop: Callable[[], bool] = lambda: False) -> RolloutWorker:
+    def make_worker(self, run: ProduceRun, should_stop: Callable[[], bool] = lambda: False) -> CaptureWorker:
         tokens, rounds = TokenizedSet.open(run.tokens), self.open_rounds(run)
         current = rounds.open(rounds.read_left_out())
-        return RolloutWorker(
-            run.worker,
-            run.as_capture(),
-            current.plan,
-            current.controller,
-            open_store(run.stream.store),
-            tokens,
-            self.engine,
-            should_stop,
-            find_next_round=rounds.watch(current),
-        )
+        store = open_store(run.stream.store)
+        order = PlannedOrder(current, store, tokens, run.capture.batch_tokens, rounds.watch(current))
+        return CaptureWorker(run.worker, run.as_capture(), order, store, self.engine, should_stop)
 
     def open_rounds(self, run: ProduceRun) -> StreamRounds:
         refs, ids = read_feature_set(run.features).refs, TokenizedSet.open(run.tokens).sample_ids
