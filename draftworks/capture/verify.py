@@ -229,6 +229,8 @@ VERIFIED_SAMPLES = 4
 VERIFIED_TOKENS = 256
 """The head is checked on this many tokens of each first sample, so that logits over a large vocabulary stay small."""
 
+Rows = Mapping[int, TokenRow] | Sequence[TokenRow]
+
 log = logging.getLogger(__name__)
 
 
@@ -249,11 +251,11 @@ class SoundCapture:
     """Runs batches through an engine and checks what comes back; samples that fail are kept with their reasons.
 
     Args:
-        tokens: the tokenized set; jobs name its rows.
+        tokens: the tokenized set, or rows by number; jobs name its rows.
         samples: number of samples of which `capture.max_failed_share` is the share.
     """
 
-    def __init__(self, run: CaptureRun, streams: StreamPlan, tokens: Sequence[TokenRow], samples: int) -> None:
+    def __init__(self, run: CaptureRun, streams: StreamPlan, tokens: Rows, samples: int) -> None:
         self._failures: dict[str, RejectedSample] = {}
         self._run = run
         self._streams = streams
