@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.layers import GatedMlp, RmsNorm
+from draftworks.drafts.layers import GatedMlp, RmsNorm, compile_for_many_kinds
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.drafts.torch_compile import compile_for_many_kinds
 
 log = logging.getLogger(__name__)
 
