@@ -15,6 +15,7 @@
 # make test-trackers      tests with the real wandb, MLflow and Trackio, offline; they are installed beside .venv (200 MB)
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
+# make bench-gpu-session  both and more within a budget of seconds, as on a GPU that is lent for minutes
 # make docs               the documents as a site in var/site; a broken link is an error
 # make reference          docs/reference/ written again from the code
 #
@@ -49,7 +50,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-changed test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu docs reference environments lint check clean
+.PHONY: demo demo-streamed ui test test-changed test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu bench-gpu-session docs reference environments lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -140,6 +141,9 @@ test-gpu:
 
 bench-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py $(BENCH)
+
+bench-gpu-session:
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) benchmarks/gpu_session.py $(BENCH)
 
 docs: $(VENV)/docs-ready
 	$(BIN)/python -W ignore -m tools.docs_reference --check

@@ -78,7 +78,7 @@ def takes_python(words: Sequence[str]) -> None:
 
 def takes_pip(words: Sequence[str]) -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert words[0] == "install"
+    assert words[0] in ("install", "download")
     for before, word in zip(words, words[1:]):
         if before in ("-r", "-c"):
             assert (ROOT / word).is_file()
