@@ -20,8 +20,8 @@ import torch
 import typer
 from train_step import Case, prepare
 
+from draftworks.drafts.objectives import token_mean_label_mask
 from draftworks.drafts.strategy import StepContext
-from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.evaluation.ladder.replay import replay
 
 

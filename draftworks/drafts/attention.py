@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.flash_kernels import Attended, choose_masked_kernel
 from draftworks.drafts.flex import check_flex, flex_works, get_flex_attention
-from draftworks.drafts.torch_compile import without_compile
+from draftworks.drafts.layers import without_compile
 
 GROUP_TOKENS = {"cpu": 128, "cuda": 4096}
 """Query tokens per group of the `sdpa` back end, by device type."""

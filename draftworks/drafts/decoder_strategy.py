@@ -15,9 +15,8 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.drafts.collation import BatchLayout, collate_features, collate_with_last, sample_lengths
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import require_draft_ids
-from draftworks.drafts.objectives import LossSettings
 from draftworks.drafts.option_defaults import resolve_head_counts
-from draftworks.drafts.strategy import DraftStrategy, StepContext
+from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
@@ -55,10 +54,6 @@ class DecoderStrategy(DraftStrategy):
                 f"{self.name} predicts over the target's whole vocabulary: expected no vocabulary mapping"
             )
         return None
-
-    def make_loss_settings(self, ctx: StepContext) -> LossSettings:
-        """Return what the loss of a pass is computed by; a strategy without a teacher has temperature 1."""
-        return LossSettings(ctx, self.options, getattr(self.options, "teacher_temperature", 1.0))
 
     @property
     def tap_names(self) -> tuple[str, ...]:

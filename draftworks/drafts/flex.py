@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.torch_compile import compile_for_many_kinds
+from draftworks.drafts.layers import compile_for_many_kinds
 from draftworks.errors import ConfigError
 
 log = logging.getLogger(__name__)

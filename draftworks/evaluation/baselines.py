@@ -13,8 +13,8 @@ from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import count_supervised_tokens
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import argmax_of_head
+from draftworks.drafts.objectives import make_teacher_plan
 from draftworks.drafts.strategy import StepContext, StepOutput
-from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.features.contracts import TrainBatch
 
 MakeLabelMask = Callable[..., Tensor]

@@ -1,4 +1,7 @@
-"""Write a draft in a server's format atomically and run the gates over the written files."""
+"""Write a draft in a server's format atomically and run the gates over the written files.
+
+Beside them is a README.md: the model card, if there is one, and how servers load the files.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Gates over an exported folder: one check for each kind of error that the loaders of servers do not report.
 
 Loaders initialise missing tensors, skip unknown ones and misread ids without an error. So the files are read back and
-compared with the canonical draft before they are handed out.
+compared with the canonical draft before they are handed out; and our drafter with an independent reader, which shares no
+code with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Import a checkpoint of other software as a canonical draft, to be evaluated or trained further."""
+"""Import a checkpoint of other software as a canonical draft, to be evaluated or trained further.
+
+Its tensors become those of the canonical checkpoint, and none is ignored; the options under which our strategy builds such a
+draft are derived from its config.json.
+"""
 
 from __future__ import annotations
 

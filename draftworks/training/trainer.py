@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.distributed.collectives import get_local_world_size, get_rank
 from draftworks.drafts.draft_io import read_weights
-from draftworks.drafts.layers import GatedMlp, RmsNorm
+from draftworks.drafts.layers import GatedMlp, RmsNorm, compile_for_many_kinds
 from draftworks.drafts.strategy import DraftStrategy, StepContext
-from draftworks.drafts.torch_compile import compile_for_many_kinds
 from draftworks.errors import ConfigError
 from draftworks.evaluation.evaluator import Evaluator
 from draftworks.evaluation.ladder.replay import forward_with_replay

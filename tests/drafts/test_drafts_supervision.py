@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.drafts.supervision import make_teacher_plan, specforge_label_mask, token_mean_label_mask
+from draftworks.drafts.objectives import make_teacher_plan, specforge_label_mask, token_mean_label_mask
 
 masks = st.lists(st.booleans(), min_size=1, max_size=12)
 

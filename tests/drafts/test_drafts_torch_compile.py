@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftworks.drafts import flex
-from draftworks.drafts.torch_compile import compile_for_many_kinds
+from draftworks.drafts.layers import compile_for_many_kinds
 
 KINDS = [torch.ones([2] * dimensions) for dimensions in range(1, 13)]
 

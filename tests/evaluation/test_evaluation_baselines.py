@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
+from draftworks.drafts.objectives import token_mean_label_mask
 from draftworks.drafts.strategy import StepContext
-from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.errors import DataError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator

@@ -51,5 +51,5 @@ def test_the_library_computes_our_logits_and_losses(kind: str, speculators_pytho
         labels = [ids[0, step + 2 : step + 2 + ROWS][on] for step, on in enumerate(counted)]
         kept = torch.cat([each[on] for each, on in zip(states, counted)])
         losses = next_token_losses(kept, model.target_head, labels, [1.0] * STEPS)
-    means = losses.ce_sums / torch.stack([on.sum() for on in counted])
+    means = losses.sums["loss_sums"] / torch.stack([on.sum() for on in counted])
     torch.testing.assert_close(means, said["losses"].double(), rtol=0, atol=1e-5)

@@ -16,9 +16,17 @@ from draftworks.config.draft_options import TeacherOptions
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.strict_yaml import parse_spec
 from draftworks.drafts.logit_losses import LossSums
-from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, LossSettings, MeanBlend, Objective
+from draftworks.drafts.objectives import (
+    Blend,
+    CrossEntropy,
+    LogAcceptance,
+    LossSettings,
+    MeanBlend,
+    Objective,
+    Teacher,
+    TeacherPlan,
+)
 from draftworks.drafts.strategy import StepContext
-from draftworks.drafts.supervision import Teacher, TeacherPlan
 from draftworks.errors import ConfigError
 from draftworks.strategies.dspark.loss import dspark_losses
 from draftworks.strategies.dspark.options import DSparkOptions

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.objectives import token_mean_label_mask
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
-from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.evaluation.ladder.prompt_acceptance import (
     AnswerTrace,
     Pass,

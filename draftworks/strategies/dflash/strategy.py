@@ -15,6 +15,7 @@ from draftworks.drafts.attention import Window
 from draftworks.drafts.collation import BatchLayout
 from draftworks.drafts.decoder_strategy import DecoderStrategy
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.objectives import LossSettings
 from draftworks.drafts.option_defaults import resolve_mask_token
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
@@ -91,7 +92,7 @@ class DFlashStrategy(DecoderStrategy):
         label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous)
         last = batch["last"] if self.spec.uses_last_hidden else None
         rows = LabelledBlocks(ids, batch["features"], last, blocks, gather_labels(labelled, ids), label_mask)
-        result = self.model(rows, self.make_loss_settings(ctx))
+        result = self.model(rows, LossSettings.of(self.options, ctx))
         weight = self.compute_loss_weight(label_mask, len(batch["draws"])).to(result.loss.dtype)
         return StepOutput(result.loss, weight, result.sums | self._count_labels(result.sums, label_mask))
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, PACKED_KERNELS, Attended, ByDocument, CausalKernel
 from draftworks.drafts.flex import check_flex, get_block_mask_factory, get_flex_attention
-from draftworks.drafts.torch_compile import without_compile
+from draftworks.drafts.layers import without_compile
 
 
 def fused_ttt_attention(

@@ -15,9 +15,17 @@ from torch.nn import functional as F
 
 from draftworks.drafts.acceptance import measure_acceptance, name_served_sums
 from draftworks.drafts.logit_losses import LossSums, chunked_loss, compare_teacher, find_argmax
-from draftworks.drafts.objectives import BatchObjective, CrossEntropy, LossSettings, Objective, soften
+from draftworks.drafts.objectives import (
+    BatchObjective,
+    CrossEntropy,
+    LossSettings,
+    Objective,
+    Teacher,
+    TeacherChunk,
+    TeacherPlan,
+    soften,
+)
 from draftworks.drafts.strategy import StepContext
-from draftworks.drafts.supervision import Teacher, TeacherChunk, TeacherPlan
 
 CHUNK_ELEMENTS = 2**20
 """Logits held at a time, the larger number of the teacher's and the draft's; at least MIN_CHUNK_LABELS labels."""

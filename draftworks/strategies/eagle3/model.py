@@ -24,8 +24,7 @@ from draftworks.drafts.layers import (
     seeded_linear,
 )
 from draftworks.drafts.logit_losses import LossSums
-from draftworks.drafts.objectives import BatchObjective, LossSettings, Objective
-from draftworks.drafts.supervision import make_teacher_plan
+from draftworks.drafts.objectives import BatchObjective, LossSettings, Objective, make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.attention import per_query_head, ttt_attention
 from draftworks.strategies.eagle3.loss import distill, number_across_steps

@@ -16,12 +16,14 @@ from draftworks.drafts.objectives import (
     Blend,
     CrossEntropy,
     LogAcceptance,
+    LossSettings,
     MeanBlend,
     MeanLogAcceptance,
     Objective,
+    specforge_label_mask,
+    token_mean_label_mask,
 )
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
-from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.drafter import Eagle3Drafter
@@ -102,7 +104,7 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         scaling = self._scale_losses(supervised, mask.numel(), ctx.training)
         weights, objective = scaling.step_weights, self._objective(mask.numel())
         inputs = (batch["input_ids"], batch["features"], batch["last"])
-        result = self.model(*inputs, label_mask, weights, objective, documents, self.make_loss_settings(ctx))
+        result = self.model(*inputs, label_mask, weights, objective, documents, LossSettings.of(self.options, ctx))
         loss_sums = {"loss_sums": result.sums["loss_sums"] * scaling.metric_factor, "loss_denoms": scaling.denoms}
         metric_sums = make_metric_sums(result, supervised) | loss_sums
         return StepOutput(result.loss, scaling.loss_weight.to(result.loss.dtype), metric_sums)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from draftworks.drafts.collation import BatchLayout, collate_features, sample_lengths
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.objectives import token_mean_label_mask
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
-from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch

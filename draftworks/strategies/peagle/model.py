@@ -29,12 +29,11 @@ from draftworks.drafts.layers import (
     argmax_of_head,
     fuse_taps,
     seeded_linear,
+    without_compile,
 )
 from draftworks.drafts.logit_losses import LossSums
-from draftworks.drafts.objectives import CrossEntropy, LossSettings
-from draftworks.drafts.supervision import make_teacher_plan
+from draftworks.drafts.objectives import CrossEntropy, LossSettings, make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.drafts.torch_compile import without_compile
 from draftworks.strategies.eagle3.attention import ttt_attention
 from draftworks.strategies.eagle3.loss import distill, number_across_steps
 from draftworks.strategies.peagle.chains import Chains, TokensByDepth

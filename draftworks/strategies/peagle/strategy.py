@@ -12,9 +12,9 @@ from draftworks.drafts.anchors import derive_sample_seed
 from draftworks.drafts.collation import BatchLayout, mask_last_positions
 from draftworks.drafts.decoder_strategy import DecoderStrategy
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.objectives import LossSettings, specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.option_defaults import resolve_mask_token
 from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
-from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.loss import make_metric_sums
@@ -75,7 +75,7 @@ class PEagleStrategy(DecoderStrategy):
         """Return the sums that the class describes. In training, the chains depend on the step of `ctx`."""
         kept = self.select_chains(batch, ctx)
         inputs = (batch["input_ids"], batch["features"], batch["last"])
-        result = self.model(*inputs, kept, Documents.of(batch), self.make_loss_settings(ctx))
+        result = self.model(*inputs, kept, Documents.of(batch), LossSettings.of(self.options, ctx))
         supervised = kept.sum(dim=(1, 2), dtype=torch.float64)
         metric_sums = make_metric_sums(result, supervised)
         if self.options.loss == "specforge":

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from draftworks.drafts.collation import collate_features
 from draftworks.drafts.layers import seeded_linear
+from draftworks.drafts.objectives import token_mean_label_mask
 from draftworks.drafts.strategy import Drafter, DraftStrategy, Proposal, StepContext, StepOutput
-from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.features.contracts import TrainBatch
 
 

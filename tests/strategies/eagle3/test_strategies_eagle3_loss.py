@@ -3,9 +3,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, LossSettings, MeanBlend, MeanLogAcceptance
+from draftworks.drafts.objectives import (
+    Blend,
+    CrossEntropy,
+    LogAcceptance,
+    LossSettings,
+    MeanBlend,
+    MeanLogAcceptance,
+    Teacher,
+    TeacherPlan,
+    make_teacher_plan,
+    token_mean_label_mask,
+)
 from draftworks.drafts.strategy import StepContext
-from draftworks.drafts.supervision import Teacher, TeacherPlan, make_teacher_plan, token_mean_label_mask
 from draftworks.strategies.eagle3 import loss as losses
 from draftworks.strategies.eagle3.loss import distill, number_across_steps
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.anchors import derive_sample_seed
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
+from draftworks.drafts.objectives import specforge_label_mask, token_mean_label_mask
 from draftworks.strategies.peagle.chains import Chains, DepthSampling, TokensByDepth, draw_chains, keep_all_chains
 
 SEED = torch.tensor([derive_sample_seed(42, "sample")])
