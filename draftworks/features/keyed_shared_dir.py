@@ -1,65 +1,75 @@
-"""A shared folder that stores features under their content keys, as the local store does."""
+"""A feature store in a folder that several machines share (NFS, Lustre): one file per feature, by its content key."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef, StoredFile
+from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef, StoredFile
 from draftworks.features.leases import LeaseTable
-from draftworks.features.sample_folder import remove, sample_key
-from draftworks.features.shared_dir_store import SharedDirFeatureStore
-from draftworks.features.specs import fill_in_ref
+from draftworks.features.sample_file import read_sample_header, read_tensor, write_sample
+from draftworks.features.sample_folder import SampleFolder, age_s, file_size, remove, sample_key
+from draftworks.features.specs import fill_in_ref, require_spec
+from draftworks.storage.files import fsync, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FEATURE = "feature"
+"""Name of the one tensor of a file."""
 FEW_KEYS = 1000
 
 
 class KeyedSharedDirStore(KeyedFeatureStore):
-    """A `SharedDirFeatureStore` with one sample per feature, whose id is the feature key.
+    """Features that any number of processes on any number of machines put, get and free. Thread-safe.
 
-    So another strategy adds its taps to existing samples, samples with the same tokens share their features, and
-    references equal those of any other store with the same content. What is put is published at once and kept until it
-    is freed. Tensors are copies, so leases only defer the removal of freed files.
+    Another strategy adds its taps to existing samples, samples with the same tokens share their features, and references
+    equal those of any other store with the same content. What is put is published at once, by a link that never
+    replaces, and kept until it is freed. Tensors are copies, so leases only defer the removal of freed files.
 
     Args:
         root: created if absent. Its file system must have hard links.
         max_hold_age_s: leases older than this are dropped by `gc`.
-        staging_age_s: a staging file not written to for this long counts as a crashed writer's.
+        staging_age_s: a staging file not written to for this long counts as a crashed writer's: processes of other
+            machines, or of containers that share this host's name, cannot be checked.
     """
 
     lease_bound = False
 
     def __init__(self, root: Path, max_hold_age_s: float = 3600.0, staging_age_s: float = 3600.0) -> None:
-        self._store = SharedDirFeatureStore(root, retain_on_release=True, staging_age_s=staging_age_s)
+        self._folder = SampleFolder(root)
+        self._staging_age_s = staging_age_s
         self._leases = LeaseTable(max_hold_age_s)
-        self._deferred: defaultdict[str, list[Path]] = defaultdict(list)
+        self._deferred: list[tuple[str, Path]] = []
         self._lock = RLock()
 
     @property
     def uri(self) -> str:
-        return self._store.uri
+        """The same on every machine, wherever each mounts the folder."""
+        return f"disagg://{self._folder.store_id}"
 
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
-        """Publish tensors by feature name. A key that is stored already is not stored again."""
+        """Publish tensors by feature name. A key that is stored already is not stored again.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
         for name, tensor in tensors.items():
             key = ref.feature_keys[name]
-            if self._store.find_newest_file(key) is None:
-                self._store.put(self._sample(key, FEATURE), {FEATURE: tensor})
+            if self._folder.find(key) is None:
+                self._publish(key, tensor)
         return fill_in_ref(ref, tensors, self.uri)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         with self._lock:
             handle = self._leases.grant(ref.sample_id, 0, ref.feature_keys.values())
         try:
-            return {name: self._fetch(ref, name, key) for name, key in ref.feature_keys.items()}, handle
+            return {name: self._read(ref, name, key) for name, key in ref.feature_keys.items()}, handle
         except BaseException:
             self.release(handle)
             raise
@@ -80,17 +90,30 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         with self._lock:
             self._leases.expire()
             freed = self._remove_deferred()
-        return freed + self._store.gc()
+            held = {path for _, path in self._deferred}
+        crashed = [
+            each for each in self._folder.staging_files() if each not in held and age_s(each) > self._staging_age_s
+        ]
+        return freed + sum(map(remove, crashed))
 
     def health(self) -> dict[str, Any]:
-        return {**self._store.health(), "leases": len(self._leases)}
+        files = self._folder.list_files()
+        return {
+            "root": str(self._folder.root),
+            "uri": self.uri,
+            "samples": len(files),
+            "bytes": sum(map(file_size, files.values())),
+            "staging_files": len(self._folder.staging_files()),
+            "leases": len(self._leases),
+        }
 
     def find_missing(self, keys: Iterable[str]) -> list[str]:
         """Return the keys not stored. Few keys are looked up one by one: the folder may have millions of files."""
         keys = list(keys)
         if len(keys) <= FEW_KEYS:
-            return [key for key in keys if self._store.find_newest_file(key) is None]
-        return self._store.find_absent(keys)
+            return [key for key in keys if self._folder.find(key) is None]
+        present = self._folder.list_files()
+        return [key for key in keys if sample_key(key) not in present]
 
     def free(self, keys: Iterable[str]) -> int:
         """Remove the files of features, see `KeyedFeatureStore.free`; what is under lease here is set aside until then."""
@@ -99,10 +122,14 @@ class KeyedSharedDirStore(KeyedFeatureStore):
 
     def find_unused(self, used: Collection[str]) -> list[StoredFile]:
         kept = set(map(sample_key, used))
-        return self._store.list_files(besides=kept)
+        found: list[StoredFile] = []
+        for digest, path in self._folder.list_files().items():
+            if digest not in kept:
+                found.append(StoredFile((path.name,), file_size(path), path.stat().st_mtime))
+        return found
 
     def remove_files(self, files: Iterable[StoredFile]) -> int:
-        return sum(self._store.remove_file(name) for file in files for name in file.keys)
+        return sum(self._folder.remove(name.partition(".")[0]) for file in files for name in file.keys)
 
     def refresh(self) -> None:
         """No-op: `find_missing` caches nothing."""
@@ -114,37 +141,46 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         """No-op: `get` keeps nothing open."""
 
     def _free(self, key: str) -> int:
-        file = self._store.find_newest_file(key)
-        if file is None:
-            return 0
-        if self._leases.holds(key):
-            self._deferred[key].append(self._store.set_aside(file))
-            return 0
-        return self._store.remove_file(file)
+        if not self._leases.holds(key):
+            return self._folder.remove(sample_key(key))
+        aside = self._folder.take_away(key)
+        if aside is not None:
+            self._deferred.append((key, aside))
+        return 0
+
+    def _publish(self, key: str, tensor: Tensor) -> None:
+        path = self._folder.path(key)
+        try:
+            with self._folder.stage() as staged:
+                write_sample(staged, key, {FEATURE: tensor})
+                fsync(staged)
+                self._folder.publish(staged, path)  # another process may have put the same content
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"feature {key} cannot be written to {path}: {error}") from error
+
+    def _read(self, ref: SampleRef, name: str, key: str) -> Tensor:
+        where = f"sample {ref.sample_id}, feature {name}"
+        path = self._folder.find(key)
+        try:
+            if path is None:
+                raise FileNotFoundError
+            with open_regular(path) as stream:
+                header = read_sample_header(stream, path)
+                if header.sample_id != key or FEATURE not in header.tensors:
+                    raise StoreError(f"{path} holds {header.sample_id!r}, expected {key!r}: it was renamed")
+                record = header.tensors[FEATURE]
+                require_spec(ref.feature_specs.get(name), record.shape, record.dtype, str(path))
+                return read_tensor(stream, header, FEATURE)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{where}: key {key} is not in the feature store {self._folder.root}. Capture the features again: only "
+                "what is missing will be captured"
+            ) from error
+        except (OSError, StoreError) as error:
+            raise StoreError(f"{where}: {error}. If the file is damaged, remove it and capture again") from error
 
     def _remove_deferred(self) -> int:
         """Remove the freed files whose last lease has ended; return the bytes."""
-        done = [key for key in self._deferred if not self._leases.holds(key)]
-        return sum(remove(path) for key in done for path in self._deferred.pop(key))
-
-    def _sample(self, key: str, stored_as: str, spec: FeatureSpec | None = None) -> SampleRef:
-        specs = {} if spec is None else {FEATURE: spec}
-        return SampleRef(key, "", key, self.uri, {FEATURE: stored_as}, specs)
-
-    def _fetch(self, ref: SampleRef, name: str, key: str) -> Tensor:
-        where = f"sample {ref.sample_id}, feature {name}"
-        while True:
-            file = self._store.find_newest_file(key)
-            if file is None:
-                raise StoreError(
-                    f"{where}: key {key} is not in the feature store {self._store.root}. Capture the features again: "
-                    "only what is missing will be captured"
-                )
-            try:
-                found, handle = self._store.get(self._sample(key, f"{file}/{FEATURE}", ref.feature_specs.get(name)))
-            except StoreError as error:
-                if self._store.find_newest_file(key) != file:
-                    continue  # another machine put the same feature meanwhile, which removed this generation
-                raise StoreError(f"{where}: {error}. If the file is damaged, remove it and capture again") from error
-            self._store.release(handle)
-            return found[FEATURE]
+        done = [path for key, path in self._deferred if not self._leases.holds(key)]
+        self._deferred = [each for each in self._deferred if self._leases.holds(each[0])]
+        return sum(map(remove, done))

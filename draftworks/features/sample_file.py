@@ -1,14 +1,14 @@
-"""A sample in one safetensors file with its identity and a seal in the header.
+"""Tensors in one safetensors file with their identity and a seal in the header.
 
-The header's `__metadata__` has two entries: `record`, JSON with the sample's id, its generation and for each tensor
-dtype, shape and checksum; and `seal`, computed over all bytes of the header with the seal's own digits as zeros. So any
-altered byte is detected, and with a shared secret nobody else can write a file that is accepted. The record says which
-hash the checksums are: XXH3 of 128 bits, or SHA-256 where there is a secret, since XXH3 resists no forger. Files of
-before, of schema 1, have SHA-256 only.
+The header's `__metadata__` has two entries: `record`, JSON with the id, a generation (0; other in files of before) and
+for each tensor dtype, shape and checksum; and `seal`, SHA-256 over all bytes of the header with the seal's own digits as
+zeros, so that any altered byte is detected. The record says which hash the checksums are: XXH3 of 128 bits, or SHA-256
+in files of before.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import struct
@@ -27,7 +27,6 @@ from draftworks.features.safetensors_layout import (
     view_buffer,
     xxh3_of,
 )
-from draftworks.features.sealing import AuthPolicy
 from draftworks.features.specs import dtype_name
 from draftworks.storage.files import parse_json
 from draftworks.storage.identity import canonical_json
@@ -63,55 +62,48 @@ class SampleHeader:
 
     path: Path
     sample_id: str
-    generation: int
     tensors: Mapping[str, TensorRecord]
     spans: Mapping[str, slice]
     hash: str
 
 
-def write_sample(
-    path: Path, sample_id: str, generation: int, tensors: Mapping[str, Tensor], policy: AuthPolicy
-) -> None:
+def write_sample(path: Path, sample_id: str, tensors: Mapping[str, Tensor]) -> None:
     """Write a sample file at `path`; syncing and publishing are the store's part."""
     own = lay_out({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    hashed = "xxh3_128" if policy.secret is None else "sha256"
-    records = {
-        name: TensorRecord(dtype_name(t), tuple(t.shape), t.nbytes, _HASHES[hashed](t)) for name, t in own.items()
-    }
+    records = {name: TensorRecord(dtype_name(t), tuple(t.shape), t.nbytes, xxh3_of(t)) for name, t in own.items()}
     record = {
         "schema": SAMPLE_SCHEMA,
         "sample_id": sample_id,
-        "generation": generation,
-        "sealed_by": policy.kind,
-        "hash": hashed,
+        "generation": 0,
+        "sealed_by": "sha256",
+        "hash": "xxh3_128",
         "tensors": {name: each.to_json() for name, each in records.items()},
     }
     metadata = {"record": canonical_json(record), "seal": _BLANK.decode()}
     blank = encode_safetensors_header(metadata, records)
     place = _SEAL.search(blank)
     assert place is not None, "the metadata has it"
-    seal = policy.seal(blank[LENGTH_BYTES:]).encode()
     with path.open("wb") as stream:
-        stream.write(blank[: place.start(1)] + seal + blank[place.end(1) :])
+        stream.write(blank[: place.start(1)] + seal(blank[LENGTH_BYTES:]).encode() + blank[place.end(1) :])
         for tensor in own.values():
             stream.write(view_buffer(tensor))
 
 
-def read_sample_header(stream: BufferedReader, path: Path, policy: AuthPolicy) -> SampleHeader:
+def read_sample_header(stream: BufferedReader, path: Path) -> SampleHeader:
     """Read and verify the header of an open sample file, and the file's length.
 
     Raises:
-        StoreError: truncated, altered, of another schema, or not sealed as `policy` requires.
+        StoreError: truncated, altered, or of another schema.
     """
     try:
         header = _header_bytes(stream)
         fields = parse_json(header)
         record = parse_json(fields.pop("__metadata__")["record"])
-        seal = _SEAL.search(header)
-        if seal is None:
+        place = _SEAL.search(header)
+        if place is None:
             raise ValueError("it has no seal")
-        blank = header[: seal.start(1)] + _BLANK + header[seal.end(1) :]
-        policy.require(str(record["sealed_by"]), seal[1].decode(), blank, str(path))
+        blank = header[: place.start(1)] + _BLANK + header[place.end(1) :]
+        require_seal(str(record["sealed_by"]), place[1].decode(), blank, str(path))
         found = _parsed(path, record, fields, data_start=8 + len(header))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise StoreError(f"{path} has no readable header ({error!r}): it is truncated or altered") from error
@@ -142,6 +134,25 @@ def read_tensor(stream: BufferedReader, header: SampleHeader, name: str) -> Tens
     return content.view(getattr(torch, record.dtype)).reshape(record.shape)
 
 
+def seal(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def require_seal(kind: str, found: str, content: bytes, where: str) -> None:
+    """Raise StoreError unless `found` is the seal of `content`.
+
+    Args:
+        kind: the seal that `content` claims to have; it decides the wording of the error only.
+        where: what was read, for the error.
+    """
+    if found == seal(content):
+        return
+    reason = "the seal does not match: it is altered"
+    if kind != "sha256":
+        reason = f"expected a seal by sha256, found {kind!r}: stores with a shared secret are not read any more"
+    raise StoreError(f"{where} is refused: {reason}")
+
+
 def _parsed(path: Path, record: dict[str, Any], fields: dict[str, Any], data_start: int) -> SampleHeader:
     if record["schema"] not in (_SCHEMA_BEFORE, SAMPLE_SCHEMA):
         raise StoreError(f"{path} has schema {record['schema']!r}, expected {SAMPLE_SCHEMA!r}")
@@ -155,7 +166,7 @@ def _parsed(path: Path, record: dict[str, Any], fields: dict[str, Any], data_sta
         name: TensorRecord(value["dtype"], tuple(value["shape"]), spans[name].stop - spans[name].start, value[field])
         for name, value in record["tensors"].items()
     }
-    return SampleHeader(path, record["sample_id"], record["generation"], tensors, spans, hashed)
+    return SampleHeader(path, record["sample_id"], tensors, spans, hashed)
 
 
 def _header_bytes(stream: BufferedIOBase) -> bytes:

@@ -1,12 +1,12 @@
-"""Files of a shared folder of samples: names, publication, newest generation, removal.
+"""Files of a shared folder of features: names, publication, removal.
 
-    root/store.json                                             identity of the store, and whether it needs a secret
-    root/samples/{xxx}/{sample key}.g{generation}.safetensors   complete and immutable
-    root/staging/{host}~{pid}~{id}.tmp                          being written; swept when old
+    root/store.json                                 identity of the store
+    root/samples/{xxx}/{digest of key}.safetensors  one feature, complete and immutable
+    root/staging/{host}~{pid}~{id}.tmp              being written; swept when old
 
-A sample key is a digest of the sample's id, `xxx` its first three digits: no id, however hostile, is part of a path.
-Generations are clock microseconds, and above the existing ones: a sample that was freed and put again never gets an old
-number, and no counter has to be stored.
+A file's name is a digest of the feature's key, `xxx` its first three digits: no key, however hostile, is part of a path.
+Stores of before, of schema 1, also have files `{digest}.g{generation}.safetensors`, of which the highest generation
+counts; they are read and freed as the others.
 """
 
 from __future__ import annotations
@@ -18,36 +18,20 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from draftworks.errors import StoreError
-from draftworks.features.sealing import AuthPolicy
+from draftworks.features.sample_file import require_seal, seal
 from draftworks.features.shards import staging_name
 from draftworks.storage.files import fsync, read_json
 from draftworks.storage.identity import canonical_json
 
-STORE_SCHEMA = "draftworks.shared-dir-store.1"
+STORE_SCHEMA = "draftworks.shared-dir-store.2"
+_SCHEMA_BEFORE = "draftworks.shared-dir-store.1"
 STORE_FILE = "store.json"
-_FILE_NAME = re.compile(r"([0-9a-f]{32})\.g([1-9][0-9]{0,18})\.safetensors")
-
-
-@dataclass(frozen=True)
-class SampleLocation:
-    """One generation of one sample."""
-
-    sample_key: str
-    generation: int
-
-    @property
-    def file_name(self) -> str:
-        return f"{self.sample_key}.g{self.generation}.safetensors"
-
-    @classmethod
-    def parse(cls, file_name: str) -> SampleLocation | None:
-        match = _FILE_NAME.fullmatch(file_name)
-        return None if match is None else cls(match[1], int(match[2]))
+_FILE_NAME = re.compile(r"([0-9a-f]{32})(?:\.g([1-9][0-9]{0,18}))?\.safetensors")
 
 
 def sample_key(sample_id: str) -> str:
@@ -55,35 +39,48 @@ def sample_key(sample_id: str) -> str:
 
 
 class SampleFolder:
-    """Finds, publishes and removes generations of samples below `root`, which it creates if absent.
+    """Finds, publishes and removes the files of features below `root`, which it creates if absent.
 
     Attributes:
         store_id: the same for every machine, wherever each mounts the folder.
 
     Raises:
-        StoreError: `root` cannot be such a folder, or was sealed otherwise than `policy` requires.
+        StoreError: `root` cannot be such a folder.
     """
 
-    def __init__(self, root: Path, policy: AuthPolicy) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self._samples = self.root / "samples"
         self._staging = self.root / "staging"
         try:
             for folder in (self._samples, self._staging):
                 folder.mkdir(parents=True, exist_ok=True)
-            self.store_id = self._agree_on_identity(policy)
+            identity = self._agree_on_identity()
         except OSError as error:
             raise StoreError(f"{self.root} cannot be opened as a shared feature store: {error}") from error
+        self.store_id = str(identity["store_id"])
+        self._has_generations = identity["schema"] == _SCHEMA_BEFORE
 
-    def path(self, place: SampleLocation) -> Path:
-        return self._samples / place.sample_key[:3] / place.file_name
+    def path(self, key: str) -> Path:
+        """Return where the feature of a key is published."""
+        digest = sample_key(key)
+        return self._samples / digest[:3] / f"{digest}.safetensors"
 
-    def newest(self, key: str) -> int:
-        """Return the highest generation of a sample; 0 if there is none."""
-        return max((place.generation for place in self._generations(key)), default=0)
+    def find(self, key: str) -> Path | None:
+        """Return the file of a key; None if there is none."""
+        path = self.path(key)
+        if path.exists():
+            return path
+        return max(self._list_generations(key), key=_generation_of, default=None) if self._has_generations else None
 
-    def next_place(self, key: str) -> SampleLocation:
-        return SampleLocation(key, max(self.newest(key) + 1, time.time_ns() // 1000))
+    def list_files(self) -> dict[str, Path]:
+        """Return the files by the digests of their keys."""
+        found: dict[str, Path] = {}
+        for path in sorted(self._samples.glob("*/*.safetensors"), key=_generation_of):
+            match = _FILE_NAME.fullmatch(path.name)
+            if match is not None:
+                found[match[1]] = path
+        return found
 
     @contextmanager
     def stage(self) -> Iterator[Path]:
@@ -111,52 +108,58 @@ class SampleFolder:
         fsync(final.parent)
         return True
 
-    def remove_below(self, key: str, generation: int) -> int:
-        """Remove all generations of a sample below `generation`; return the bytes freed."""
-        older = [place for place in self._generations(key) if place.generation < generation]
-        return sum(remove(self.path(place)) for place in older)
+    def take_away(self, key: str) -> Path | None:
+        """Rename the file of a key to a staging name, so that it is gone for every process; return it, for its removal.
 
-    def set_aside(self, place: SampleLocation) -> Path:
-        """Rename a generation's file to a staging name, which it may have no longer when it is removed; return its path."""
-        aside = self._staging / staging_name()
+        None if there is none. If this process ends before the removal, it is swept as what crashed writers left.
+        """
+        path, aside = self.find(key), self._staging / staging_name()
+        if path is None:
+            return None
         with suppress(FileNotFoundError):
-            os.rename(self.path(place), aside)
+            os.rename(path, aside)
+        self.remove(sample_key(key))
         return aside
 
-    def places(self) -> list[SampleLocation]:
-        found = (SampleLocation.parse(path.name) for path in self._samples.glob("*/*.safetensors"))
-        return [place for place in found if place is not None]
+    def remove(self, digest: str) -> int:
+        """Remove the files of the key that has a digest; return the bytes freed."""
+        folder = self._samples / digest[:3]
+        older = folder.glob(f"{digest}.g*.safetensors") if self._has_generations else ()
+        return sum(map(remove, (folder / f"{digest}.safetensors", *older)))
 
     def staging_files(self) -> list[Path]:
         return list(self._staging.iterdir())
 
-    def _generations(self, key: str) -> list[SampleLocation]:
-        try:
-            names = os.listdir(self._samples / key[:3])
-        except FileNotFoundError:
-            return []
-        places = (SampleLocation.parse(name) for name in names if name.startswith(key))
-        return [place for place in places if place is not None]
+    def _list_generations(self, key: str) -> list[Path]:
+        digest = sample_key(key)
+        return list((self._samples / digest[:3]).glob(f"{digest}.g*.safetensors"))
 
-    def _agree_on_identity(self, policy: AuthPolicy) -> str:
-        """Return the store's id, written by the first process; its seal reveals a wrong secret before any read."""
+    def _agree_on_identity(self) -> dict[str, Any]:
+        """Return the store's identity, written by the first process."""
         path = self.root / STORE_FILE
         if not path.exists():
-            identity = {"schema": STORE_SCHEMA, "store_id": uuid.uuid4().hex, "sealed_by": policy.kind}
-            sealed = {**identity, "seal": policy.seal(canonical_json(identity).encode())}
+            identity = {"schema": STORE_SCHEMA, "store_id": uuid.uuid4().hex, "sealed_by": "sha256"}
+            sealed = {**identity, "seal": seal(canonical_json(identity).encode())}
             with self.stage() as staged:
                 staged.write_text(json.dumps(sealed, indent=2) + "\n")
                 fsync(staged)
                 self.publish(staged, path)
         try:
             identity = read_json(path)
-            seal, kind, store_id = str(identity.pop("seal")), str(identity["sealed_by"]), str(identity["store_id"])
+            found, kind = str(identity.pop("seal")), str(identity["sealed_by"])
+            known = identity["schema"] in (STORE_SCHEMA, _SCHEMA_BEFORE) and str(identity["store_id"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(f"{path} cannot be read ({error!r}): it is truncated or altered") from error
-        if identity.get("schema") != STORE_SCHEMA:
-            raise StoreError(f"{path} has schema {identity.get('schema')!r}, expected {STORE_SCHEMA!r}")
-        policy.require(kind, seal, canonical_json(identity).encode(), str(path))
-        return store_id
+        if not known:
+            raise StoreError(f"{path} has schema {identity['schema']!r}, expected {STORE_SCHEMA!r}")
+        require_seal(kind, found, canonical_json(identity).encode(), str(path))
+        return identity
+
+
+def _generation_of(path: Path) -> int:
+    """Return the generation in a file's name; above all others for a file that has none."""
+    match = _FILE_NAME.fullmatch(path.name)
+    return int(match[2]) if match is not None and match[2] else 1 << 63
 
 
 def age_s(path: Path) -> float:

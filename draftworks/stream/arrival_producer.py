@@ -87,7 +87,7 @@ class ArrivalOrder(TaskOrder):
         self._store = store
         self._watermark = watermark
         self._idle_timeout_s = idle_timeout_s
-        self._rows_of: dict[str, list[int]] = {}
+        self._rows_of: dict[tuple[str, int], list[int]] = {}
         self._next_row = 0
         self._looked, self._left_before = float("-inf"), None
         self._moved, self._state = time.monotonic(), None
@@ -118,7 +118,7 @@ class ArrivalOrder(TaskOrder):
             rows = [row for row in rows if row.sample_id in new]
         numbers = range(self._next_row, self._next_row + len(rows))
         self._own_rows.update(zip(numbers, rows, strict=True))
-        self._rows_of[lease.task.task_id] = list(numbers)
+        self._rows_of[lease.task.task_id, lease.attempt] = list(numbers)
         self._next_row += len(rows)
         keys_of = [self._select(self._plan.make_keys(row.token_digest)) for row in rows]
         missing = set(self._store.find_missing(key for keys in keys_of for key in keys.values()))
@@ -132,7 +132,8 @@ class ArrivalOrder(TaskOrder):
 
     def list_refs(self, lease: TaskLease, failed: frozenset[str]) -> list[SampleRef]:
         """Return the references of a task's samples, whose tokens are stored here."""
-        rows = [self._own_rows.pop(number) for number in self._rows_of.pop(lease.task.task_id)]
+        # By attempt: a worker may lease a task again, of which its own lease has run out.
+        rows = [self._own_rows.pop(number) for number in self._rows_of.pop((lease.task.task_id, lease.attempt))]
         return [self._store_tokens(row) for row in rows if row.sample_id not in failed]
 
     def _store_tokens(self, row: TokenRow) -> SampleRef:

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.errors import StoreError
 from draftworks.evaluation.evaluator import Evaluator
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.contracts import FeatureStore, SampleRef
 from draftworks.features.joined_store import JoinedStore
+from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.features.shared_dir_store import SharedDirFeatureStore
 from draftworks.strategies.eagle3.options import Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 
@@ -101,31 +100,23 @@ def test_local_and_shared_stores_give_identical_metrics_and_the_shared_one_again
     strategy, rows = eagle3(), Rows(19)
     local = LocalFeatureStore(tmp_path / "local")
     from_local = evaluated(strategy, filled(local, rows, dtype), local, rows)
-    shared = SharedDirFeatureStore(tmp_path / "shared", retain_on_release=True)
+    shared = KeyedSharedDirStore(tmp_path / "shared")
     refs = filled(shared, rows, dtype)
-    reopened = SharedDirFeatureStore(tmp_path / "shared", retain_on_release=True)
+    reopened = KeyedSharedDirStore(tmp_path / "shared")
     first, second = (evaluated(strategy, refs, store, rows) for store in (shared, reopened))
     assert from_local == first == second
     assert from_local.metrics() == first.metrics()
     assert from_local.supervised_tokens > 19
     assert sum(from_local.correct) > 0
-    assert reopened.health() | {"samples": 19, "leases": 0} == reopened.health()
-
-
-def test_a_consume_once_store_can_be_evaluated_once(tmp_path: Path):
-    strategy, rows = eagle3(), Rows(5)
-    store = SharedDirFeatureStore(tmp_path)
-    refs = filled(store, rows, torch.float32)
-    assert evaluated(strategy, refs, store, rows)
-    with pytest.raises(StoreError, match="sample s0: .*gone"):
-        evaluated(strategy, refs, store, rows)
+    assert reopened.health() | {"samples": 4 * 19, "leases": 0} == reopened.health()
 
 
 def test_other_features_give_another_result(tmp_path: Path):
     """What the first test would miss if nothing of a store reached the metrics."""
     strategy, rows = eagle3(), Rows(5)
-    store = SharedDirFeatureStore(tmp_path, retain_on_release=True)
+    store = KeyedSharedDirStore(tmp_path)
     refs = filled(store, rows, torch.float32)
     before = evaluated(strategy, refs, store, rows)
+    store.free(refs[3].feature_keys.values())
     refs[3] = store.put(refs[3], {name: tensor.neg() for name, tensor in features(refs[3], torch.float32).items()})
     assert evaluated(strategy, refs, store, rows) != before

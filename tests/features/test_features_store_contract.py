@@ -15,10 +15,7 @@ from draftworks.features.joined_store import JoinedStore
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.read_only_store import ReadOnlyFeatureStore
-from draftworks.features.sealing import AuthPolicy
-from draftworks.features.shared_dir_store import SharedDirFeatureStore
 
-POLICIES = [AuthPolicy(), AuthPolicy(secret=b"a secret of 24 bytes, ok")]
 TOKENS = ToyTokens([toy_ref(index) for index in range(500)])
 
 
@@ -58,25 +55,11 @@ class TestKeyedSharedDirStore(PruningContract):
         return FileHarness(tmp_path, open_keyed_shared, keyed=True)
 
 
-class TestSharedDirFeatureStore(WritingContract):
-    @pytest.fixture(
-        params=[(p, r) for p in POLICIES for r in (False, True)], ids=["once", "kept", "once-secret", "kept-secret"]
-    )
-    def harness(self, tmp_path: Path, request: pytest.FixtureRequest) -> FileHarness:
-        policy, retain = request.param
-
-        def opened(root: Path, max_hold_age_s: float) -> SharedDirFeatureStore:
-            return SharedDirFeatureStore(root, retain, policy, max_hold_age_s, staging_age_s=0.0)
-
-        return FileHarness(tmp_path, opened, consume_once=not retain)
-
-
 class TestJoinedStore(WritingContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> FileHarness:
         def joined(root: Path, max_hold_age_s: float) -> JoinedStore:
-            store = SharedDirFeatureStore(root, max_hold_age_s=max_hold_age_s, staging_age_s=0.0)
-            return JoinedStore(store, TOKENS)
+            return JoinedStore(open_keyed_shared(root, max_hold_age_s), TOKENS)
 
         adds = frozenset({"input_ids", "loss_mask"})
-        return FileHarness(tmp_path, joined, consume_once=True, one_row_per_token=True, adds=adds)
+        return FileHarness(tmp_path, joined, keyed=True, one_row_per_token=True, adds=adds)

@@ -27,7 +27,6 @@ from draftworks.errors import DraftworksError
 from draftworks.export.checkpoint_files import read_checkpoint
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.sample_file import read_sample_header, write_sample
-from draftworks.features.sealing import AuthPolicy
 from draftworks.features.shards import read_header
 from draftworks.storage.artifacts import ArtifactStore, BuildResult, FileRecord
 from draftworks.targets.resolve import _read_model_config
@@ -52,11 +51,11 @@ def _rows(path: Path) -> Callable[[], Any]:
 
 def _sample(folder: Path) -> Kind:
     path = folder / "sample.safetensors"
-    write_sample(path, "s", 1, {"last": torch.ones(2, 3)}, AuthPolicy())
+    write_sample(path, "s", {"last": torch.ones(2, 3)})
 
     def read() -> None:
         with path.open("rb") as stream:
-            read_sample_header(stream, path, AuthPolicy())
+            read_sample_header(stream, path)
 
     return Kind(path, read)
 

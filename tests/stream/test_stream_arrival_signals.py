@@ -71,7 +71,7 @@ def test_a_producer_that_stands_still_beyond_its_lease_takes_nothing_away(tmp_pa
         wait_until(lambda: bool(cast.query(committed)))
         cast.start("train")
         wait_for_step(cast, 2)  # its features may be trained, and freed, by now
-        cast.kill("p1", signal.SIGCONT)
+        mark.with_suffix(".go").touch()
         assert cast.wait("t0", "p0", "p1") == [0, 0, 0], cast.read_log("p1")
         assert cast.list_problems() == []
 

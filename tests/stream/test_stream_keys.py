@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,12 +106,25 @@ class Consumer:
                 self.controller.record_checkpoint(step, release=True)
 
 
-@pytest.mark.parametrize("kind", ["memory", "shared"])
+@pytest.fixture(params=["memory", "shared", pytest.param("mooncake", marks=pytest.mark.mooncake)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KeyedFeatureStore]:
+    if request.param != "mooncake":
+        yield open_keyed_store(request.param, tmp_path)
+        return
+    from mooncake_toys import running_mooncake
+
+    from draftworks.features.keyed_mooncake import KeyedMooncakeStore
+
+    with running_mooncake(tmp_path) as service:
+        opened = KeyedMooncakeStore(service.address)
+        yield opened
+        opened.close()
+
+
 @pytest.mark.parametrize("free_at", ["step", "checkpoint"])
 @pytest.mark.parametrize("seed", gate_or_long(range(40), range(4)))
-def test_no_committed_reference_loses_its_features(tmp_path, kind: str, free_at: str, seed: int):
+def test_no_committed_reference_loses_its_features(store: KeyedFeatureStore, free_at: str, seed: int):
     rng, clock = random.Random(seed), Clock()
-    store = open_keyed_store(kind, tmp_path)
     controller = controller_of(InMemoryMetadataStore(), clock, max_attempts=10**6)
     refs = [make_ref(number, rng) for number in range(SAMPLES)]
     size = rng.choice([1, 2, 3])

@@ -16,7 +16,7 @@ import sqlite3
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +42,7 @@ from draftworks.stream.arrival_producer import ProducerParts, drive_producer
 from draftworks.stream.arrival_stream import ArrivalStream
 from draftworks.stream.control_client import RemoteMetadataStore
 from draftworks.stream.control_plane import ControlPlane, resolve_control_plane
+from draftworks.stream.lease_keeper import LeaseKeeper
 from draftworks.stream.row_sources import TokenSource
 from draftworks.stream.watermark import Watermark
 
@@ -73,7 +74,7 @@ class ArrivalSite:
     Attributes:
         control: the address of a control server; None: all open the database.
         engine: options of `BagEngine`.
-        stop_at_put: a file; the first producer that is to store something writes it and stops, as by SIGSTOP.
+        stop_at_put: a file; the first producer that is to store something writes it and stands still until there is a .go.
     """
 
     folder: Path
@@ -378,12 +379,14 @@ def _signal(pid: int, signum: int) -> None:
 
 
 def _stop_at_put(mark: Path) -> None:
+    """Stand still before the first put, without renewing leases; a signal might stop a thread that holds the database."""
     put = KeyedSharedDirStore.put
+    LeaseKeeper.renewing = lambda self: nullcontext()  # type: ignore[method-assign,assignment,return-value]
 
     def stop_once(self, ref, tensors):
         if not mark.exists():
             mark.write_text(ref.sample_id)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            wait_until(mark.with_suffix(".go").exists)
         return put(self, ref, tensors)
 
     KeyedSharedDirStore.put = stop_once  # type: ignore[method-assign]

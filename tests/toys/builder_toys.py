@@ -16,7 +16,7 @@ from draftworks.programs.assembly import Samples, build_draft, build_evaluation_
 from draftworks.programs.program import ProgramContext
 from draftworks.stream.arrival_producer import ProducerParts
 from draftworks.stream.row_sources import RowSource, TokenSource
-from draftworks.stream.topologies import TrainerParts
+from draftworks.stream.trainer_runtime import TrainerParts
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.trainer import Persistence
 
