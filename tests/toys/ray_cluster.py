@@ -31,7 +31,8 @@ class RayCluster:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         folder = tempfile.mkdtemp(prefix="ray.")  # of a short name: paths of sockets are below it
-        # Without a folder of its own, clusters of two workers write one file of addresses.
+        # Ray keeps the address of the newest cluster below RAY_TMPDIR, in a folder that it makes only where no `temp_dir` is given.
+        Path(folder, "ray").mkdir()
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
             [sys.executable, __file__, str(port), folder],
