@@ -15,7 +15,7 @@ from draftworks.config.draft_options import read_draft_config
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.run_files import VOCAB_FILE, FeatureSet, StoreSpec, StreamPlace, TargetFiles, TrainRun
 from draftworks.config.strategies import StrategySpec
-from draftworks.data.raw_rows import KEPT_REASONS, RejectedSample, read_rejected, write_rejected
+from draftworks.data.rejected import KEPT_REASONS, RejectedSample, read_rejected, write_rejected
 from draftworks.errors import ConfigError, StoreError
 from draftworks.preflight.compatibility import check_start_from
 from draftworks.preflight.gates import require_passed_fp8_gate

@@ -34,7 +34,7 @@ from draftworks.capture.verify import SoundCapture, require_few_failed, verify_h
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.conversations import QUARANTINE_FILE
-from draftworks.data.raw_rows import RejectedSample, write_rejected
+from draftworks.data.rejected import RejectedSample, write_rejected
 from draftworks.data.tokenized import TokenRow
 from draftworks.errors import EngineError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef

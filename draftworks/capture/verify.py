@@ -16,7 +16,7 @@ from draftworks.capture.background import await_result
 from draftworks.capture.engine import TargetEngine
 from draftworks.capture.plan import SampleJob, StreamPlan
 from draftworks.config.run_files import CaptureRun
-from draftworks.data.raw_rows import RejectedSample
+from draftworks.data.rejected import RejectedSample
 from draftworks.data.tokenized import TokenRow
 from draftworks.errors import CaptureError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig, FeatureStore, SampleRef

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
 from draftworks.data.formats import RowError, detect_format, find_unread_keys, parse_conversation, parse_tokens
-from draftworks.data.raw_rows import Rejection, describe_commonest, read_rows, reject
+from draftworks.data.raw_rows import Rejection, read_rows, reject
+from draftworks.data.rejected import describe_commonest
 from draftworks.data.sources import find_dataset_files
 from draftworks.data.tokenized import TokenRow
 from draftworks.errors import DataError

@@ -28,7 +28,7 @@ from draftworks.data.chat import (
     take_thought,
 )
 from draftworks.data.conversations import REASONING_KEYS, Conversation, Turn
-from draftworks.data.raw_rows import RejectedSample, check_rejected, count_rejections
+from draftworks.data.rejected import RejectedSample, check_rejected, count_rejections
 from draftworks.data.tokenized import AnsweredSample, CutRow, TokenRow, build_answered_rows, cut_to_length
 from draftworks.errors import ConfigError, DataError
 

@@ -13,7 +13,8 @@ from draftworks.errors import ConfigError, DraftworksError
 from draftworks.evaluation.report.text_tables import TextTable, print_table
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.service.register import InService, ServiceRegister, resolve_draft
-from draftworks.service.rule import describe_figures, find_delivery, read_states
+from draftworks.service.rule import describe_figures
+from draftworks.service.states import find_delivery, read_states
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.names import of_strategy

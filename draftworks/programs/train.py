@@ -15,7 +15,7 @@ from draftworks.config.draft_options import LayerOptions
 from draftworks.config.run_files import VOCAB_FILE, TrainRun
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.conversations import QUARANTINE_FILE
-from draftworks.data.raw_rows import RejectedSample, write_rejected
+from draftworks.data.rejected import RejectedSample, write_rejected
 from draftworks.distributed.collectives import gather_from_ranks, open_process_group
 from draftworks.distributed.stop_signals import Interrupted, StopRequest, defer_stop
 from draftworks.drafts.draft_io import DraftConfig, load_draft, save_draft

@@ -23,7 +23,7 @@ from draftworks.config.service import HookSpec
 from draftworks.errors import ConfigError
 from draftworks.service.json_post import MAX_ANSWER_BYTES, post_json
 from draftworks.service.register import InService, ServiceRegister
-from draftworks.service.rule import Attempt, Delivery, find_delivery, save_delivery
+from draftworks.service.states import Attempt, Delivery, find_delivery, save_delivery
 from draftworks.storage.files import parse_json
 from draftworks.storage.words import format_count
 

@@ -20,19 +20,17 @@ from draftworks.service.candidate import Candidate, RefusedError, find_candidate
 from draftworks.service.register import Canary, ConflictError, EvalFigures, InService, ServiceRegister, require_present
 from draftworks.service.rule import (
     CONFIDENCE,
-    Accepted,
     Compared,
     Margins,
     Ranked,
     Verdict,
     describe_figures,
-    forget_accepted,
     judge_eval_set,
     judge_slices,
     rank_earlier,
-    save_accepted,
     was_measured,
 )
+from draftworks.service.states import Accepted, forget_accepted, save_accepted
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.names import of_strategy
 from draftworks.storage.records import ReportIdentity, choose_name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from draftworks.capture.verify import require_few_failed
 from draftworks.config.registry_files import TrainingSpec
-from draftworks.data.raw_rows import RejectedSample
+from draftworks.data.rejected import RejectedSample
 from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, get_world_size, run_on_every_rank
 from draftworks.distributed.decisions import Decision, Verdict, agree
 from draftworks.drafts.strategy import DraftStrategy

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from draftworks.config.features import StreamSteps, require_one_schedule
 from draftworks.config.run_files import StreamPlace
-from draftworks.data.raw_rows import RejectedSample
+from draftworks.data.rejected import RejectedSample
 from draftworks.features.contracts import SampleRef
 from draftworks.features.schedule import find_left_out
 from draftworks.stream.controller import DataFlowController

@@ -11,7 +11,7 @@ from draftworks.capture.verify import require_few_failed
 from draftworks.config.features import StreamFollower, StreamSteps
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import StreamPlace
-from draftworks.data.raw_rows import RejectedSample
+from draftworks.data.rejected import RejectedSample
 from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, run_on_every_rank
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.features.feature_source import FeatureSource

@@ -8,89 +8,21 @@ second copy of them.
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from draftworks.errors import StoreError
 from draftworks.storage.files import require_file
-
-OFFSETS, SAVED_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
-
-
-def name_shard(index: int) -> str:
-    """Return the name of a rank's file, as DCP has it; ranks are counted from 1 there."""
-    return f"shard-{index:05}-model-00001-of-00001.safetensors"
-
-
-def write_shard(folder: Path, index: int, pieces: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]]) -> None:
-    """Write the file of a rank without syncing: the caller syncs and digests all files of a checkpoint together.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-    path = folder / name_shard(index)
-    info = {name: {SAVED_OFFSETS: list(begin)} for name, begin in offsets.items()}
-    tensors = {name: piece.detach().cpu().contiguous() for name, piece in pieces.items()}
-    try:
-        save_file(tensors, path, metadata={OFFSETS: json.dumps(info), **HEADER})
-    except SafetensorError as error:  # also raised for a full disk
-        raise StoreError(f"{path}: cannot be written: {error}") from error
-
-
-def save_whole_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
-    """Write the moments of a process alone. Raises StoreError if they cannot be written."""
-    write_shard(folder, 1, moments, {name: [0] * moment.dim() for name, moment in moments.items()})
-
-
-def load_whole_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
-    """Fill the moments of a process alone from the files of any number of ranks.
-
-    Raises:
-        StoreError: a moment is missing or of another shape, or a file is damaged.
-    """
-    filled: Counter[str] = Counter()
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(require_file(path), "pt") as file:
-                begins = json.loads(file.metadata()[OFFSETS])
-                for name in moments.keys() & set(file.keys()):
-                    piece = file.get_tensor(name)
-                    _fill(moments[name], piece, begins[name][SAVED_OFFSETS], f"{folder}: {name}")
-                    filled[name] += piece.numel()
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{path}: cannot be read as moments: {type(error).__name__}: {error}") from error
-    for name, moment in moments.items():
-        if filled[name] != moment.numel():
-            found = f"{filled[name]} of them" if filled[name] else "none"
-            raise StoreError(f"{folder}: {name}: expected {moment.numel()} values {list(moment.shape)}, found {found}")
-
-
-def _fill(moment: Tensor, piece: Tensor, begin: Sequence[int], where: str) -> None:
-    """Copy a piece to its place in a moment. Raises StoreError if it does not fit there."""
-    place = moment[tuple(slice(start, start + length) for start, length in zip(begin, piece.shape, strict=True))]
-    if place.shape != piece.shape:
-        raise StoreError(
-            f"{where}: expected shape {list(moment.shape)}, found a piece of {list(piece.shape)} at {list(begin)}"
-        )
-    place.copy_(piece)
-
+from draftworks.training.moment_files import load_whole_moments, save_whole_moments
+from draftworks.training.sharded_moments import load_sharded_moments, save_sharded_moments
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"
@@ -185,60 +117,3 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:  # also raised for a full disk
         raise StoreError(f"{path}: cannot be written: {error}") from error
-
-
-class ShardWriter(HuggingFaceStorageWriter):
-    """Writes one file per rank without syncing: the caller syncs and digests all files of a checkpoint together."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self._folder = folder
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors. Raises StoreError if the file cannot be written."""
-        tensors, offsets, results = {}, {}, []
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert item.tensor_data is not None
-            assert isinstance(tensor, Tensor)  # only tensors are saved this way; counters are JSON
-            tensors[item.index.fqn] = tensor
-            offsets[item.index.fqn] = item.tensor_data.chunk.offsets
-            results.append(WriteResult(item.index, item.tensor_data.size.numel(), None))
-        if tensors:
-            write_shard(self._folder, plan.storage_data["shard_index"], tensors, offsets)
-        written: Future[list[WriteResult]] = Future()
-        written.set_result(results)
-        return written
-
-
-def save_sharded_moments(folder: Path, moments: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write every rank's shards. A collective.
-
-    Raises:
-        StoreError: on all ranks, what failed on any of them.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about its own code: typed storages
-            dcp.save(dict(moments), storage_writer=ShardWriter(folder), process_group=group)
-    except CheckpointException as error:
-        raise StoreError(f"{folder}: {_first_cause(error)}") from error
-
-
-def load_sharded_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
-    """Fill this rank's shards from the files of any number of ranks. A collective.
-
-    Raises:
-        StoreError: on all ranks: a moment is missing, or of another shape.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about its own code: typed storages
-            dcp.load(dict(moments), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-    except CheckpointException as error:
-        raise StoreError(f"{folder}: {_first_cause(error)}") from error
-
-
-def _first_cause(error: CheckpointException) -> str:
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(cause).__name__}: {cause}"

@@ -17,7 +17,7 @@ from draftworks.errors import DraftworksError, StoreError
 from draftworks.service.candidate import RefusedError
 from draftworks.service.promotion import Request
 from draftworks.service.register import LOCK, ConflictError, require_present, resolve_draft
-from draftworks.service.rule import State, read_states
+from draftworks.service.states import State, read_states
 
 
 @pytest.fixture

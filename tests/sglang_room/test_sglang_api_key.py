@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.sglang import server
+from draftworks.sglang import child_lifetime
 from draftworks.sglang.api_key import (
     HIDDEN,
     VARIABLE,
@@ -75,7 +75,7 @@ def test_a_program_has_the_key_in_its_arguments_alone(tmp_path: Path, monkeypatc
     for name in (VARIABLE, "KEY"):
         monkeypatch.setenv(name, str(tmp_path / "key"))
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, *server.build_command(tmp_path, "program"), "one"]
+    command = [sys.executable, *child_lifetime.build_command(tmp_path, "program"), "one"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"'--api-key={HIDDEN}'" in done.stdout

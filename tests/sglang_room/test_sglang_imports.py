@@ -53,5 +53,5 @@ def test_the_hook_needs_nothing_a_serving_environment_lacks():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     own = ["draftworks.errors", "draftworks.sglang"]
-    own += [f"draftworks.sglang.{name}" for name in ("hand_over", "hook", "parts", "spool")]
+    own += [f"draftworks.sglang.{name}" for name in ("hook", "parts", "spool")]
     assert done.stdout.strip() == f"[] {own}"

@@ -18,14 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from draftworks.errors import StoreError
 from draftworks.training.backend import ensure_process_group
-from draftworks.training.snapshot import (
-    load_moments,
-    restore_rng,
-    rng_state,
-    save_moments,
-    save_weights_and_rng,
-    save_whole_moments,
-)
+from draftworks.training.moment_files import save_whole_moments
+from draftworks.training.snapshot import load_moments, restore_rng, rng_state, save_moments, save_weights_and_rng
 
 WORLDS = (1, 2, 4)
 SHAPES = {"even": (8, 2), "uneven": (5, 3), "one_row": (1, 6), "vector": (3,), "empty_last": (6, 2)}

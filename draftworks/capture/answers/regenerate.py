@@ -30,7 +30,7 @@ from draftworks.capture.engine import TargetEngine
 from draftworks.config.run_files import RegenerateRun
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
-from draftworks.data.raw_rows import RejectedSample, check_rejected
+from draftworks.data.rejected import RejectedSample, check_rejected
 from draftworks.errors import CaptureError, DataError
 
 WINDOW = 16
