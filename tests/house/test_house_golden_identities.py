@@ -130,4 +130,7 @@ def conversation() -> str:
     ids=lambda f: f.__name__,
 )
 def test_identities_of_results_that_exist_have_not_moved(compute) -> None:
-    assert compute() == GOLDEN[compute.__name__]
+    found, golden = compute(), GOLDEN[compute.__name__]
+    if compute is recipes:  # a strategy that is new has no results yet
+        found = {name: found[name] for name in golden}
+    assert found == golden

@@ -17,7 +17,7 @@ from tools.planted_defects.judging import read_marks, read_verdicts
 from tools.planted_defects.stages import ImportMap
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFECTS = read_defects(ROOT / "tests" / "planted_defects")
+DEFECTS = read_defects(ROOT / "tests")
 
 
 def list_folders(folder: Path) -> set[str]:

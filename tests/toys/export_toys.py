@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from strategy_cases import find_cases, list_options
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
@@ -28,38 +29,10 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-EAGLE3 = {"ttt_length": 3, "draft_vocab_size": DRAFT_VOCAB}
 DFLASH = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "num_taps": 3}
-DFLASH2 = {**DFLASH, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
-DOMINO = {**DFLASH, "emb_dim": 6, "gru_hidden_dim": 5}
-DSPARK = {**DFLASH, "markov_rank": 6}
-XPRESS = {**DFLASH, "refiner_rank": 6}
-PEAGLE = {"num_depths": 3, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB}
-LILICORR = {**DFLASH, "candidate_topk": 4, "lattice_heads": 2}
-OPTIONS = {
-    "eagle3": EAGLE3,
-    "peagle": PEAGLE,
-    "dflash": DFLASH,
-    "dflash2": DFLASH2,
-    "domino": DOMINO,
-    "dspark": DSPARK,
-    "lilicorr": LILICORR,
-    "xpress": XPRESS,
-}
-FORMATS = {
-    "sglang_eagle3": "eagle3",
-    "speculators_eagle3": "eagle3",
-    "speculators_peagle": "peagle",
-    "zlab_dflash": "dflash",
-    "speculators_dflash": "dflash",
-    "zlab_dflash2": "dflash2",
-    "speculators_dflash2": "dflash2",
-    "zlab_domino": "domino",
-    "zlab_dspark": "dspark",
-    "speculators_dspark": "dspark",
-    "speculators_xpress": "xpress",
-    "sglang_lilicorr": "lilicorr",
-}
+OPTIONS = {name: list_options(name, DFLASH) | cases.exported for name, cases in find_cases().items()}
+EAGLE3 = OPTIONS["eagle3"]
+FORMATS = {each.name: name for name in OPTIONS for each in resolve_strategy(name).exports}
 
 
 @dataclass(frozen=True)
@@ -181,52 +154,10 @@ class Case:
         return Toys.make(folder, self.tied, self.rope)
 
 
-_SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 12}
-_EAGLE3_OPTIONS = (
-    {},
-    {"fc_norm": True},
-    {"layer_ids": [1, 3, 4, 6]},
-    {"draft_vocab_size": VOCAB},
-    {**_SIZES, "ttt_length": 1},
-)
-_PEAGLE_OPTIONS = (
-    {},
-    {"fc_norm": True, "train_embeddings": False},
-    {"norm_before_residual": True, "num_layers": 1, "layer_ids": [0, 1, 3, 6]},
-    {**_SIZES, "draft_vocab_size": VOCAB, "mask_token_id": 5},
-    {"num_depths": 1, "num_layers": 3},
-)
 _OWN_LAYER = {"head_dim": 4, "rms_norm_eps": 1e-3, "rope": {"rope_type": "default", "rope_theta": 7.0}}
-_DFLASH_OPTIONS = ({}, {"layer_ids": [1, 4], "num_taps": 2}, {**_SIZES, "mask_token_id": 5})
-_DFLASH2_OPTIONS = ({}, {**_SIZES, "conv_kernel_size": 3, "conv_group_size": 8, "selector_top_k": 7})
-_DSPARK_OPTIONS = (
-    {},
-    {"markov_head_type": "gated", "confidence_with_markov": False, **_SIZES, "mask_token_id": 5},
-    {"markov_head_type": "rnn", "confidence_head": False, "layer_ids": [1, 4], "num_taps": 2},
-)
 CASES = (
-    *(Case(name, options) for name in ("sglang_eagle3", "speculators_eagle3") for options in _EAGLE3_OPTIONS),
-    *(Case("speculators_peagle", options) for options in _PEAGLE_OPTIONS),
-    *(Case(name, options) for name in ("zlab_dflash", "speculators_dflash") for options in _DFLASH_OPTIONS),
-    *(Case(name, options) for name in ("zlab_dflash2", "speculators_dflash2") for options in _DFLASH2_OPTIONS),
-    *(Case("zlab_domino", {**options, "shift_label": shift}) for options in _DFLASH_OPTIONS for shift in (True, False)),
-    *(Case(name, options) for name in ("zlab_dspark", "speculators_dspark") for options in _DSPARK_OPTIONS),
-    Case("speculators_xpress", {}),
-    Case("speculators_xpress", {"mlp_ratio": 3, "jacobi_passes": 2, **_SIZES, "mask_token_id": 5}),
-    Case("sglang_lilicorr", {"lattice_size": 6, "factor_dim": 5, "lattice_layers": 1, "candidate_topk": 8}),
-    Case("sglang_lilicorr", {"sliding_window": 3, "block_size": 7, "margin_weight": 0.125, "logit_scale": 3.0}),
-    Case("sglang_lilicorr", {"conv_kernel_size": 3, "conv_group_size": 4}),
+    *(Case(name, {}) for name in FORMATS),
     *(Case(name, {}, tied=True, rope=LLAMA3_ROPE) for name in FORMATS),
     *(Case(name, _OWN_LAYER) for name in FORMATS),
-    Case("speculators_eagle3", {"feedback": "post_norm"}),
-    Case("speculators_eagle3", {"fc_norm": True, "feedback": "post_norm"}),
-    Case("speculators_eagle3", {"norm_before_fc": True, "sliding_window": 3}),
-    Case("speculators_eagle3", {"norm_before_residual": True, "norm_before_fc": True, "feedback": "post_norm"}),
-    Case("speculators_eagle3", {"layer_ids": [0, 3]}),
-    Case("zlab_dflash", {"sliding_window": 3}),
-    Case("zlab_dflash", {"sliding_window": 3, "sliding_layers": [1]}),
-    Case("zlab_dflash2", {"sliding_window": 3, "block_size": 7}),
-    Case("zlab_domino", {"sliding_window": 3, "block_size": 7}),
-    Case("zlab_dspark", {"sliding_window": 3, "block_size": 7}),
-    Case("speculators_dspark", {"markov_rank": 0, "confidence_with_markov": False}),
+    *(Case(name, each) for cases in find_cases().values() for name, all_of in cases.exports.items() for each in all_of),
 )

@@ -27,6 +27,8 @@ Sample = dict[str, Tensor]
 FOLDER = Path(__file__).parents[1] / "strategies"
 MASKS = [[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]]
 NAMES = ["a", "b", "c"]
+SIZES = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 12}
+"""Other than the target's."""
 HALFWAY = StepContext(global_step=5, total_steps=20, training=True)
 BLOCKS = {"block_size": 4, "num_layers": 2, "num_anchors": 5}
 
@@ -54,6 +56,8 @@ class StrategyCases:
         refused: options that do not go together or do not suit the target, each with words of the message.
         fixed: options whose losses and gradients are in `expected.json` beside the cases, by name.
         head_scale: of the target's head.
+        exported: options of drafts that are exported, where those above make no draft for servers.
+        exports: options, by format, of drafts that go out and come in again, beside plain ones.
     """
 
     options: Options
@@ -66,6 +70,8 @@ class StrategyCases:
     refused: tuple[tuple[Options, str], ...] = ()
     fixed: Mapping[str, Options] = field(default_factory=lambda: {"default": {}})
     head_scale: float = 1.0
+    exported: Options = field(default_factory=dict)
+    exports: Mapping[str, tuple[Options, ...]] = field(default_factory=dict)
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def main() -> int:
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that the copy goes, and what runs in it
-    every = read_defects(ROOT / "tests" / "planted_defects")
+    every = read_defects(ROOT / "tests")
     if problems := [problem for defect in every if (problem := defect.find_problem(ROOT))]:
         print("\n".join(problems))
         return 1

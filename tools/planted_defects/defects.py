@@ -57,11 +57,12 @@ class Defect:
         return text.replace(self.before, self.after)
 
 
-def read_defects(folder: Path) -> list[Defect]:
-    """Return the defects of all TOML files of a folder, in the order of names and lines."""
+def read_defects(tests: Path) -> list[Defect]:
+    """Return the defects of `planted_defects/` and of the folders of strategies, in the order of names and lines."""
     names = {field.name for field in fields(Defect)}
     found: list[Defect] = []
-    for path in sorted(folder.glob("*.toml")):
+    of_strategies = sorted(tests.glob("strategies/*/planted_defects.toml"))
+    for path in (*sorted(tests.glob("planted_defects/*.toml")), *of_strategies):
         for entry in tomllib.loads(path.read_text())["defect"]:
             if set(entry) != names:
                 raise ValueError(

@@ -14,26 +14,11 @@ from torch.nn import functional as F
 
 from draftworks.drafts.layers import RmsNorm, uninitialized_linear
 from draftworks.drafts.logit_losses import find_largest, log_probs_at
+from draftworks.strategies.lilicorr.options import LiLiCorrOptions
 
 CANDIDATE_FEATURES = 5
 INITIAL_STD = 0.02
 """Of all matrices, the last ones too: with zeros on both sides of a cosine neither would get a gradient."""
-
-
-class LatticeSizes(NamedTuple):
-    """Sizes of the transformer; `places` of a block propose, one less than its size."""
-
-    hidden_size: int
-    size: int
-    layers: int
-    heads: int
-    mlp_size: int
-    places: int
-    candidates: int
-    factor_dim: int
-    rms_norm_eps: float
-    vector_eps: float
-    logit_scale: float
 
 
 class Candidates(NamedTuple):
@@ -71,12 +56,14 @@ class Lattice(nn.Module):
     """Scores the candidates of blocks.
 
     Args:
+        width: H.
         generator: the only source of randomness of the initial weights.
     """
 
-    def __init__(self, sizes: LatticeSizes, generator: torch.Generator) -> None:
+    def __init__(self, options: LiLiCorrOptions, width: int, eps: float, generator: torch.Generator) -> None:
         super().__init__()
-        width, size = sizes.hidden_size, sizes.size
+        size, heads = options.resolve_lattice_size(width), options.lattice_heads
+        self._options, self._places = options, options.block_size - 1
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return _seeded_affine(inputs, outputs, generator)
@@ -85,20 +72,20 @@ class Lattice(nn.Module):
         self.pass_hidden_proj = linear(width, size)
         self.feature_norm = nn.LayerNorm(CANDIDATE_FEATURES)
         self.feature_mlp = _Mlp(CANDIDATE_FEATURES, size, size, generator)
-        self.slot_embedding = nn.Parameter(torch.zeros(1, 1, sizes.places, 1, size))
-        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, sizes.candidates, size))
+        self.slot_embedding = nn.Parameter(torch.zeros(1, 1, self._places, 1, size))
+        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, options.candidate_topk, size))
         # One column for each difference of two positions in a block, the anchor's among them.
-        self.relative_slot_bias = nn.Parameter(torch.zeros(sizes.heads, 2 * sizes.places + 1))
-        self.same_slot_bias = nn.Parameter(torch.zeros(sizes.heads))
+        self.relative_slot_bias = nn.Parameter(torch.zeros(heads, 2 * self._places + 1))
+        self.same_slot_bias = nn.Parameter(torch.zeros(heads))
         self.context_proj = linear(width, size)
-        self.layers = nn.ModuleList(_LatticeLayer(sizes, generator) for _ in range(sizes.layers))
-        self.output_norm = RmsNorm(size, sizes.rms_norm_eps)
-        self.anchor_norm = RmsNorm(size, sizes.rms_norm_eps)
+        self.layers = nn.ModuleList(_LatticeLayer(size, options, eps, generator) for _ in range(options.lattice_layers))
+        self.output_norm = RmsNorm(size, eps)
+        self.anchor_norm = RmsNorm(size, eps)
         self.factor_input_proj = linear(3 * size, size)
-        self.out_head = linear(size, sizes.factor_dim)
-        self.in_head = linear(size, sizes.factor_dim)
-        self.anchor_out_head = linear(size, sizes.factor_dim)
-        self._sizes = sizes
+        factors = options.factor_dim or size
+        self.out_head = linear(size, factors)
+        self.in_head = linear(size, factors)
+        self.anchor_out_head = linear(size, factors)
 
     def forward(
         self, candidates: Candidates, embedded: Tensor, states: Tensor, context: Tensor, has_context: Tensor
@@ -125,7 +112,7 @@ class Lattice(nn.Module):
 
     def _attention_bias(self) -> Tensor:
         """Return what is added to the attention scores, (heads, s · k, s · k): by distance of places, and within one."""
-        places, candidates = self._sizes.places, self._sizes.candidates
+        places, candidates = self._places, self._options.candidate_topk
         place = torch.arange(places, device=self.same_slot_bias.device).repeat_interleave(candidates)
         distance = place[:, None] - place
         return self.relative_slot_bias[:, distance + places] + (distance == 0) * self.same_slot_bias[:, None, None]
@@ -138,20 +125,20 @@ class Lattice(nn.Module):
         from_anchor = self._normalize(self.anchor_out_head(anchor))
         first = (entering[:, 0] @ from_anchor[..., None])[..., 0]
         following = leaving[:, :-1] @ entering[:, 1:].transpose(-1, -2)
-        scale = self._sizes.logit_scale
+        scale = self._options.logit_scale
         return LatticeScores(scale * _at_least_float32(first), scale * _at_least_float32(following))
 
     def _normalize(self, vectors: Tensor) -> Tensor:
-        return F.normalize(vectors, dim=-1, eps=self._sizes.vector_eps)
+        return F.normalize(vectors, dim=-1, eps=self._options.vector_eps)
 
 
 class _LatticeLayer(nn.Module):
-    def __init__(self, sizes: LatticeSizes, generator: torch.Generator) -> None:
+    def __init__(self, size: int, options: LiLiCorrOptions, eps: float, generator: torch.Generator) -> None:
         super().__init__()
-        self.attn_norm = RmsNorm(sizes.size, sizes.rms_norm_eps)
-        self.attn = _LatticeAttention(sizes.size, sizes.heads, generator)
-        self.mlp_norm = RmsNorm(sizes.size, sizes.rms_norm_eps)
-        self.mlp = _Mlp(sizes.size, sizes.mlp_size, sizes.size, generator)
+        self.attn_norm = RmsNorm(size, eps)
+        self.attn = _LatticeAttention(size, options.lattice_heads, generator)
+        self.mlp_norm = RmsNorm(size, eps)
+        self.mlp = _Mlp(size, int(size * options.lattice_mlp_ratio), size, generator)
 
     def forward(self, nodes: Tensor, bias: Tensor) -> Tensor:
         nodes = nodes + self.attn(self.attn_norm(nodes), bias)

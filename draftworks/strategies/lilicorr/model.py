@@ -17,8 +17,9 @@ from draftworks.drafts.logit_losses import LossSums
 from draftworks.drafts.objectives import LossSettings
 from draftworks.strategies.dflash.loss import TaughtBlocks, at_least_float32
 from draftworks.strategies.dflash.model import BlockDraft, BlockStates, ChooseTokens, DFlashDraft
-from draftworks.strategies.lilicorr.lattice import Candidates, Lattice, LatticeScores, LatticeSizes, find_candidates
+from draftworks.strategies.lilicorr.lattice import Candidates, Lattice, LatticeScores, find_candidates
 from draftworks.strategies.lilicorr.loss import lilicorr_losses
+from draftworks.strategies.lilicorr.options import LiLiCorrOptions
 
 
 class LiLiCorrDraft(BlockDraft):
@@ -29,11 +30,12 @@ class LiLiCorrDraft(BlockDraft):
         generator: the only source of randomness of the transformer's initial weights.
     """
 
-    def __init__(self, backbone: DFlashDraft, sizes: LatticeSizes, generator: torch.Generator) -> None:
+    def __init__(self, backbone: DFlashDraft, options: LiLiCorrOptions, generator: torch.Generator) -> None:
         super().__init__()
         self.backbone = backbone
-        self.lilicorr = Lattice(sizes, generator)
-        self._candidates = sizes.candidates
+        width, eps = backbone.embed_tokens.shape[1], backbone.norm.eps
+        self.lilicorr = Lattice(options, width, eps, generator)
+        self._candidates = options.candidate_topk
 
     def compute_loss(self, blocks: TaughtBlocks, settings: LossSettings) -> LossSums:
         """See the base. The candidates of a block are scored given the true tokens before them."""

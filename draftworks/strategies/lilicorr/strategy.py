@@ -9,7 +9,6 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.dflash.model import DFlashLayer, DFlashSizes
 from draftworks.strategies.dflash.strategy import DFlashStrategy
 from draftworks.strategies.dflash2.model import DFlash2Layer
-from draftworks.strategies.lilicorr.lattice import LatticeSizes
 from draftworks.strategies.lilicorr.model import LiLiCorrDraft
 from draftworks.strategies.lilicorr.options import LILICORR
 
@@ -33,22 +32,7 @@ class LiLiCorrStrategy(DFlashStrategy):
     spec, name = LILICORR, LILICORR.name
 
     def make_draft(self) -> LiLiCorrDraft:
-        options = self.options
-        size = options.resolve_lattice_size(self.target.hidden_size)
-        sizes = LatticeSizes(
-            hidden_size=self.target.hidden_size,
-            size=size,
-            layers=options.lattice_layers,
-            heads=options.lattice_heads,
-            mlp_size=int(size * options.lattice_mlp_ratio),
-            places=options.block_size - 1,
-            candidates=options.candidate_topk,
-            factor_dim=options.factor_dim or size,
-            rms_norm_eps=self.target.rms_norm_eps,
-            vector_eps=options.vector_eps,
-            logit_scale=options.logit_scale,
-        )
-        return LiLiCorrDraft(self.backbone, sizes, self.make_generator("lattice"))
+        return LiLiCorrDraft(self.backbone, self.options, self.make_generator("lattice"))
 
     def make_layer(
         self, target: TargetParts, sizes: DFlashSizes, window: Window | None, generator: torch.Generator

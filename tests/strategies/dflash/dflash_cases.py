@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from block_reference import BlockSums, expect_blocks, weigh
 from reference_readers import dflash_reader
-from strategy_cases import StrategyCases
+from strategy_cases import SIZES, StrategyCases
 
 from draftworks.export.readers.reader import ExportReader
 
@@ -15,6 +15,8 @@ def add_block(total: BlockSums, reader: ExportReader, options, ctx) -> None:
     total.loss = total.loss + (ce * weigh(options, ce, total.block.label_mask)).sum()
     total.count(loss_sums=ce, acc_corrects=logits.argmax(-1) == total.block.labels)
 
+
+EXPORTED = ({"layer_ids": [1, 4], "num_taps": 2}, {**SIZES, "mask_token_id": 5})
 
 CASES = StrategyCases(
     options={},
@@ -52,4 +54,8 @@ CASES = StrategyCases(
         ({"weighting": "dpace", "gamma": 1}, "weighting"),
     ),
     fixed={"default": {"gamma": 2.0}, "dpace, window": {"weighting": "dpace", "sliding_window": 3}},
+    exports={
+        "zlab_dflash": (*EXPORTED, {"sliding_window": 3}, {"sliding_window": 3, "sliding_layers": [1]}),
+        "speculators_dflash": EXPORTED,
+    },
 )

@@ -6,7 +6,7 @@ import torch
 from block_reference import BlockSums, expect_blocks, weigh
 from draft_toys import HIDDEN, VOCAB
 from reference_readers import dflash_reader
-from strategy_cases import StrategyCases
+from strategy_cases import SIZES, StrategyCases
 
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.strategies.dflash2.reader import DFlash2Reader, convolve, select
@@ -36,6 +36,8 @@ def add_block(total: BlockSums, reader: DFlash2Reader, options, ctx) -> None:
     total.measure(accept_len=right, base_accept_len=torch.tensor(first))
 
 
+EXPORTED = {**SIZES, "conv_kernel_size": 3, "conv_group_size": 8, "selector_top_k": 7}
+
 CASES = StrategyCases(
     options={"conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6},
     read=read,
@@ -53,4 +55,8 @@ CASES = StrategyCases(
         ({"conv_kernel_size": 5}, "conv_kernel_size 5 is more than block_size 4"),
     ),
     fixed={"default": {"gamma": 2.0, "selector_loss_alpha": 0.7}},
+    exports={
+        "zlab_dflash2": (EXPORTED, {"sliding_window": 3, "block_size": 7}),
+        "speculators_dflash2": (EXPORTED,),
+    },
 )

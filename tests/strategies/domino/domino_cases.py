@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from block_reference import BlockSums, expect_blocks, weigh
 from reference_readers import dflash_reader
-from strategy_cases import StrategyCases
+from strategy_cases import SIZES, StrategyCases
 
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.strategies.domino.reader import DominoReader
@@ -48,4 +48,12 @@ CASES = StrategyCases(
         ({"lambda_base_start": 1.5}, "lambda_base_start"),
         ({"gru_hidden_dim": 0}, "gru_hidden_dim"),
     ),
+    exports={
+        "zlab_domino": (
+            {"shift_label": False},
+            {"layer_ids": [1, 4], "num_taps": 2},
+            {**SIZES, "mask_token_id": 5, "shift_label": False},
+            {"sliding_window": 3, "block_size": 7},
+        )
+    },
 )

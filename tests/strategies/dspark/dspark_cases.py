@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from block_reference import BlockSums, expect_blocks, weigh
 from reference_readers import dflash_reader
-from strategy_cases import StrategyCases
+from strategy_cases import SIZES, StrategyCases
 
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.strategies.dspark.reader import DSparkReader
@@ -37,6 +37,11 @@ def add_block(total: BlockSums, reader: DSparkReader, options, ctx) -> None:
     total.expect(tau=accepted)
 
 
+EXPORTED = (
+    {**GATED, "confidence_with_markov": False, **SIZES, "mask_token_id": 5},
+    {"markov_head_type": "rnn", "confidence_head": False, "layer_ids": [1, 4], "num_taps": 2},
+)
+
 CASES = StrategyCases(
     options={"markov_rank": 5},
     read=read,
@@ -61,4 +66,9 @@ CASES = StrategyCases(
         ({"block_size": 1}, "block_size"),
     ),
     fixed={"default": {}, "rnn": {"markov_head_type": "rnn"}},
+    exported={"markov_rank": 6},
+    exports={
+        "zlab_dspark": (*EXPORTED, {"sliding_window": 3, "block_size": 7}),
+        "speculators_dspark": (*EXPORTED, {"markov_rank": 0, "confidence_with_markov": False}),
+    },
 )

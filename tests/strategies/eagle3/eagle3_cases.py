@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from draft_toys import VOCAB
 from eagle3_reference import eagle3_reader, reference
-from strategy_cases import Sample, StrategyCases, Sums
+from strategy_cases import SIZES, Sample, StrategyCases, Sums
 
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 
@@ -14,6 +15,13 @@ def expect(strategy: DraftStrategy, samples: list[Sample], ctx: StepContext) -> 
     counts = {"acc_corrects": found.corrects, "acc_denoms": found.denoms}
     return Sums(found.loss, {name: torch.tensor(each, dtype=torch.float64) for name, each in counts.items()})
 
+
+EXPORTED = (
+    {"fc_norm": True},
+    {"layer_ids": [1, 3, 4, 6]},
+    {"draft_vocab_size": VOCAB},
+    {**SIZES, "ttt_length": 1},
+)
 
 CASES = StrategyCases(
     options={"ttt_length": 4},
@@ -33,4 +41,16 @@ CASES = StrategyCases(
         {"sliding_window": 3, "norm_before_fc": True, "norm_before_residual": True},
     ),
     fixed={"default": {}, "specforge": {"loss": "specforge"}},
+    exported={"ttt_length": 3},
+    exports={
+        "sglang_eagle3": EXPORTED,
+        "speculators_eagle3": (
+            *EXPORTED,
+            {"feedback": "post_norm"},
+            {"fc_norm": True, "feedback": "post_norm"},
+            {"norm_before_fc": True, "sliding_window": 3},
+            {"norm_before_residual": True, "norm_before_fc": True, "feedback": "post_norm"},
+            {"layer_ids": [0, 3]},
+        ),
+    },
 )

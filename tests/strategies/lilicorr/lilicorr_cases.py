@@ -90,4 +90,12 @@ CASES = StrategyCases(
         ({"conv_kernel_size": 7, "conv_group_size": 4}, "conv_kernel_size 7 is more than block_size"),
     ),
     fixed={"default": {"margin_weight": 0.3}},
+    exported={"candidate_topk": 4, "lattice_size": None, "factor_dim": None},
+    exports={
+        "sglang_lilicorr": (
+            {"lattice_size": 6, "factor_dim": 5, "lattice_layers": 1, "candidate_topk": 8},
+            {"sliding_window": 3, "block_size": 7, "margin_weight": 0.125, "logit_scale": 3.0},
+            {"conv_kernel_size": 3, "conv_group_size": 4},
+        )
+    },
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from draft_toys import VOCAB
 from peagle_reference import peagle_reader, peagle_sums
-from strategy_cases import NAMES, Sample, StrategyCases, Sums, side_by_side
+from strategy_cases import NAMES, SIZES, Sample, StrategyCases, Sums, side_by_side
 
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 
@@ -42,5 +43,13 @@ CASES = StrategyCases(
     fixed={
         "default": {"num_depths": 4},
         "fc_norm": {"num_depths": 4, "fc_norm": True, "norm_before_residual": True},
+    },
+    exports={
+        "speculators_peagle": (
+            {"fc_norm": True, "train_embeddings": False},
+            {"norm_before_residual": True, "num_layers": 1, "layer_ids": [0, 1, 3, 6]},
+            {**SIZES, "draft_vocab_size": VOCAB, "mask_token_id": 5},
+            {"num_depths": 1, "num_layers": 3},
+        )
     },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from block_reference import BlockSums, expect_blocks, weigh
 from reference_readers import dflash_reader
-from strategy_cases import StrategyCases
+from strategy_cases import SIZES, StrategyCases
 
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.strategies.xpress.reader import XPressReader
@@ -51,4 +51,5 @@ CASES = StrategyCases(
         ({"jacobi_passes": 0}, "jacobi_passes"),
         ({"refiner_rank": 0}, "refiner_rank"),
     ),
+    exports={"speculators_xpress": ({"mlp_ratio": 3, "jacobi_passes": 2, **SIZES, "mask_token_id": 5},)},
 )
