@@ -22,7 +22,6 @@ from torch import Tensor
 from draftworks.errors import StoreError
 from draftworks.storage.files import require_file
 from draftworks.training.moment_files import load_whole_moments, save_whole_moments
-from draftworks.training.sharded_moments import load_sharded_moments, save_sharded_moments
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"
@@ -79,6 +78,7 @@ def save_moments(folder: Path, moments: Mapping[str, Tensor], group: dist.Proces
     if not dist.is_initialized():
         save_whole_moments(folder / OPTIMIZER, moments)
         return
+    from draftworks.training.sharded_moments import save_sharded_moments
 
     save_sharded_moments(folder / OPTIMIZER, moments, group)
 
@@ -94,6 +94,7 @@ def load_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
     if not dist.is_initialized():
         load_whole_moments(folder / OPTIMIZER, moments)
         return
+    from draftworks.training.sharded_moments import load_sharded_moments
 
     load_sharded_moments(folder / OPTIMIZER, moments)
 

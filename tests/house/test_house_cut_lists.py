@@ -15,7 +15,7 @@ from own_names import parse_rooms
 
 SAYS_SO = {
     "draftworks/capture/answers/answer_sets.py": "a line of the log behind it has the number of the others",
-    "draftworks/data/raw_rows.py": "a summary, not a page: `rejected` beside it is the number of all",
+    "draftworks/data/rejected.py": "a summary, not a page: `rejected` beside it is the number of all",
     "draftworks/evaluation/report/writing.py": "the line behind the table",
     "draftworks/evaluation/report/tables.py": "`left_out`, which the page says",
     "draftworks/fleet/comparison_page.py": "the title",
