@@ -166,7 +166,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
 
 
 def _make_training_jobs(strategies: Sequence[StrategySpec]) -> list[Any]:
-    from jobs.standard import make_training_jobs  # where no entry has a decision, loading imports nothing of them
+    from jobs.acting import make_training_jobs
 
     return make_training_jobs(each.name for each in strategies)
 

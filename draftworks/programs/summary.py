@@ -173,7 +173,6 @@ def compare(
     from draftworks.fleet.compared_drafts import find_compared_draft
     from draftworks.fleet.comparison_page import describe_comparison, render_markdown
     from draftworks.fleet.draft_comparison import compare_drafts
-    from draftworks.storage.artifacts import ArtifactStore
 
     try:
         if out is not None and out.suffix not in (".html", ".md"):

@@ -12,7 +12,7 @@ from service_toys import STRATEGY, TARGET, record, served
 from draftworks.decision.answers import AnswerFile
 from draftworks.decision.record import Choice, Costs, Decision, Margins, save_decision
 from draftworks.errors import StoreError
-from draftworks.notifications.records import FILE, find_bookmark
+from draftworks.notifications.bookmark import FILE, find_bookmark
 from draftworks.service.register import Canary, InService, ServiceRegister
 
 DECISION = Decision(

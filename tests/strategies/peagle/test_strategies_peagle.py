@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from draft_toys import DRAFT_VOCAB, HIDDEN, VOCAB
+from peagle_cases import CASES
 from peagle_reference import Sums, peagle_reader, peagle_sums
 from reference_readers import propose_greedily
 
@@ -65,22 +66,7 @@ def expected_sums(strategy: PEagleStrategy, samples, kept: torch.Tensor) -> list
     return [peagle_sums(strategy, s, side_by_side(s), kept[:, row]) for row, s in enumerate(samples)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"down_sample_ratio": 1.0},
-        {"num_depths": 1, "num_layers": 1},
-        {"num_layers": 1, "down_sample_ratio": 0.5, "down_sample_ratio_min": 0.0},
-        {"fc_norm": True, "norm_before_residual": True, "num_layers": 3},
-        {"train_embeddings": False, "mask_token_id": 5},
-        {"attention": "eager", "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 12},
-        {"attention": "sdpa", "num_depths": 6},
-        {"sliding_window": 4},
-        {"sliding_window": 5, "attention": "eager", "num_layers": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, *CASES.variants], ids=str)
 def test_loss_and_gradients_are_those_of_the_reader(make, options):
     strategy = make(**options)
     batch = strategy.collate(SAMPLES, NAMES)
