@@ -138,9 +138,9 @@ class RefReader:
         return bool(page.refs)
 
     def _look(self) -> TaskCounts:
-        counts = self._controller.count_tasks()
-        if self._source is None:
+        if self._source is None:  # before the count: its fact is recorded after its last task is added
             self.find_source()
+        counts = self._controller.count_tasks()
         if self._source is not None and counts.dead > self._counts.dead:
             self._require_few_lost(self._source, self._controller.read_dead_letters())
         if counts != self._counts:

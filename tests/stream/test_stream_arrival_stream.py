@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from arrival_toys import HELD_OUT, SPEC, ArrivalRun, put_samples
+from arrival_toys import HELD_OUT, SPEC, ArrivalRun, publish, put_samples
 from coverings import gate_or_long
 from gloo_ranks import on_ranks
 from resumable_runs import assert_same_training, without_clocks
 from safetensors.torch import load_file, save_file
 from training_toys import ToyStrategy, eval_loader, ragged_samples, train_loader
+from waiting import HANG_S
 
 from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
-from draftworks.stream.arrival_stream import ListedRefs
+from draftworks.stream.arrival_stream import ListedRefs, RefReader
+from draftworks.stream.tasks import PromptTask
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.trainer import Persistence, Trainer
@@ -114,6 +116,30 @@ def test_a_signal_ends_the_wait_for_references(tmp_path: Path, store):
     run = ArrivalRun(tmp_path, shared=store).publish(put_samples(store)[:10], ends=False)
     stopped = run.fit(stop_after=2, unheard=3)
     assert (stopped.controller.global_step, stopped.controller.stopped_by) == (2, signal.SIGTERM)
+
+
+def test_tasks_that_are_added_while_the_reader_looks_do_not_end_the_stream(tmp_path: Path, monkeypatch):
+    controller = ArrivalRun(tmp_path).plane().controller
+    reader = RefReader(controller, SPEC.global_batch_size, idle_timeout_s=HANG_S)
+    read_facts, count_tasks = controller.read_facts, controller.count_tasks
+    looked: list[str] = []
+
+    def begin_after_the_first(look):
+        def looks(*given):
+            found = look(*given)
+            if not looked:
+                looked.append(look.__name__)
+                controller.add_tasks([PromptTask("task", "run", ("a",))])
+                publish(controller, [])
+            return found
+
+        return looks
+
+    monkeypatch.setattr(controller, "read_facts", begin_after_the_first(read_facts))
+    monkeypatch.setattr(controller, "count_tasks", begin_after_the_first(count_tasks))
+    assert reader.get(1, 0.0) == []
+    assert looked
+    assert not reader.is_drained
 
 
 @pytest.mark.usefixtures("one_rank")
