@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from draftworks.config.operations import NotificationSpec, require_private
+from draftworks.config.operations import NotificationSpec
+from draftworks.config.urls import require_private
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.notifications.outbox import MAX_EVENTS, TEST, Event, Message, Outbox
 from draftworks.service.json_post import Posted, post_json

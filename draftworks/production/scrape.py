@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftworks.config.service import is_loopback
 from draftworks.errors import EngineError
 from draftworks.storage.files import parse_json
+from draftworks.storage.http_call import HttpClient
 from draftworks.storage.words import list_names
 
 PASSES, ACCEPTED, PROPOSED = "passes", "accepted", "proposed"
@@ -180,8 +179,7 @@ def _unescape(value: str) -> str:
 
 MAX_METRICS_BYTES = 8 << 20
 MAX_JSON_BYTES = 2 << 20
-NOT_FOUND = 404
-_SHOWN_CHARACTERS = 200
+OK, NOT_FOUND = 200, 404
 
 
 @dataclass(frozen=True)
@@ -203,41 +201,20 @@ class Address:
             EngineError: no answer, none within the time limit, a status other than 200, more than `max_bytes`, or not
                 UTF-8.
         """
-        import httpx
-
-        url = f"{self.url}{path}"
-        headers = {"Accept": "text/plain, application/json", "Accept-Encoding": "identity"}
+        headers = {"Accept": "text/plain, application/json"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
-        deadline, body = time.monotonic() + self.timeout_s, bytearray()
-        try:
-            with (
-                httpx.Client(timeout=self.timeout_s, trust_env=not is_loopback(url), follow_redirects=False) as client,
-                client.stream("GET", url, headers=headers) as response,
-            ):
-                # An error page is read to its first kilobytes only, for the message.
-                limit = max_bytes if response.is_success else _SHOWN_CHARACTERS * 4
-                for chunk in response.iter_raw():
-                    body += chunk
-                    if time.monotonic() > deadline:
-                        raise EngineError(f"{path}: no whole answer within {self.timeout_s:g} s")
-                    if len(body) > limit:
-                        if response.is_success:
-                            raise EngineError(f"{path}: an answer of more than {max_bytes:,} bytes")
-                        break
-                status = response.status_code
-        except httpx.TimeoutException:
-            raise EngineError(f"{path}: no answer within {self.timeout_s:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise EngineError(f"{path}: cannot be reached: {type(error).__name__}: {error}") from None
-        if status == NOT_FOUND:
+        hidden = {} if self.key is None else {self.key: "***"}
+        with HttpClient(self.url, self.timeout_s, headers, hidden=hidden) as http:
+            answer = http.call("GET", path, max_bytes=max_bytes)
+        if answer.status == NOT_FOUND:
             return None
-        if status != httpx.codes.OK:
-            raise EngineError(f"{path}: status {status}: {self._hide(bytes(body[:_SHOWN_CHARACTERS]))}")
+        if answer.status != OK:
+            raise EngineError(f"{path}: status {answer.status}: {' '.join(answer.quoted.split())}")
         try:
-            return body.decode()
+            return answer.content.decode()
         except UnicodeDecodeError:
-            raise EngineError(f"{path}: expected text, found {bytes(body[:20])!r}") from None
+            raise EngineError(f"{path}: expected text, found {answer.content[:20]!r}") from None
 
     def fetch_object(self, path: str) -> dict[str, Any] | None:
         """Return the JSON object of a page; None if there is no such page. Raises EngineError as `fetch_text`."""
@@ -251,7 +228,3 @@ class Address:
         if not isinstance(found, dict):
             raise EngineError(f"{path}: expected a JSON object, found {type(found).__name__}")
         return found
-
-    def _hide(self, body: bytes) -> str:
-        text = " ".join(body.decode(errors="replace").split())
-        return text if self.key is None else text.replace(self.key, "***")

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from draftworks.errors import ConfigError, EngineError
 from draftworks.sglang.client import GenerateRequest, SGLangClient
 
@@ -241,8 +239,7 @@ class SpeculatingClient(SGLangClient):
 
     def get_counters(self) -> Counters:
         """Return the server's counters since its start, from /metrics."""
-        try:
-            response = self._http.get("/metrics").raise_for_status()
-        except httpx.HTTPError as error:
-            raise EngineError(f"SGLang at {self.url} sent no metrics: {type(error).__name__}: {error}") from error
-        return Counters.of_metrics(response.text)
+        answer = self._http.call("GET", "/metrics")
+        if not answer.is_success:
+            raise EngineError(f"SGLang at {self.url} sent no metrics ({answer.status}): {answer.quoted}")
+        return Counters.of_metrics(answer.text)
