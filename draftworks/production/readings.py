@@ -22,7 +22,8 @@ from draftworks.evaluation.ladder.statistics import (
     Resampling,
     find_block_interval,
 )
-from draftworks.production.scrape import PASSES, count_accepted
+from draftworks.production.scrape import count_accepted
+from draftworks.sglang.counters import PASSES
 
 
 @dataclass(frozen=True)
