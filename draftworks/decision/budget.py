@@ -18,9 +18,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from draftworks.decision.answers import EventLog
+from draftworks.decision.answers import open_log
 from draftworks.decision.record import FOLDER, Choice, Hours
 from draftworks.errors import StoreError
+from draftworks.storage.event_log import EventLog
 
 FILE = "budget.jsonl"
 WEEK_S = 7 * 24 * 3600.0
@@ -212,4 +213,4 @@ class BudgetFile:
 
     @property
     def _log(self) -> EventLog[Charge | Correction]:
-        return EventLog(self.path, _ADAPTER, "a ledger of GPU-hours")
+        return open_log(self.path, _ADAPTER, "a ledger of GPU-hours")
