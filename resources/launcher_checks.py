@@ -19,8 +19,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import DraftworksError
 from draftworks.storage.words import list_fitting
 from draftworks.targets.registry import Registry
-from resources.launchers import make_scheduler
-from resources.scheduler import NAME_PREFIX, JobRequest
+from resources.scheduler import NAME_PREFIX, JobRequest, make_scheduler
 from resources.torch_job import RunDir, TorchJob
 
 _NAME = f"{NAME_PREFIX}check"

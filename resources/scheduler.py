@@ -1,12 +1,14 @@
-"""What a launcher asks of a scheduler such as Slurm. No Dagster here, so that an implementation can be tested alone."""
+"""What a launcher asks of a scheduler such as Slurm, and the scheduler of a kind. No Dagster here, so that an implementation can be tested alone."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
+from draftworks.config.launchers import LauncherSpec
 from draftworks.errors import LauncherError
 from resources.torch_job import JobState, RunDir, TorchJob
 
@@ -127,3 +129,20 @@ class Scheduler(ABC):
     @abstractmethod
     def list(self) -> list[SeenJob]:
         """Return all jobs of Draftworks that have not ended, whoever submitted them, as far as this user may see them."""
+
+
+SCHEDULERS: dict[str, str] = {
+    "kubernetes": "resources.kubernetes_scheduler",
+    "ray": "resources.ray_scheduler",
+    "slurm": "resources.slurm_scheduler",
+}
+"""By kind of launcher, the module whose `make_scheduler(spec)` makes its scheduler."""
+
+
+def make_scheduler(spec: LauncherSpec) -> Scheduler:
+    """Return the scheduler of a launcher whose jobs live in one.
+
+    Raises:
+        ConfigError: its client or extra is not installed.
+    """
+    return import_module(SCHEDULERS[spec.kind]).make_scheduler(spec)

@@ -24,9 +24,8 @@ from resources.job_claims import CLAIM, JobClaim
 from resources.job_copies import CopyWatch
 from resources.job_failure import has_failure_message, is_interrupted, is_user_error
 from resources.job_messages import Bookmark, JobMessages, has_report
-from resources.launchers import make_scheduler
 from resources.process_tree import RunProcess
-from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
+from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob, make_scheduler
 from resources.torch_job import JobIdentity, JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import JobLimits, PreparedFiles, TorchLauncher, make_error_environment
 
