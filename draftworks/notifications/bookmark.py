@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from draftworks.errors import StoreError
-from draftworks.notifications.outbox import FOLDER, MAX_BYTES
+from draftworks.notifications.outbox import FOLDER
 from draftworks.storage.files import publish_json, read_json
 
 FILE = ".looked_through.json"
@@ -46,7 +46,7 @@ def find_bookmark(var: Path) -> Bookmark | None:
     """Return the bookmark; None before the first look. Raises StoreError if it is damaged."""
     path = var / FOLDER / FILE
     try:
-        values = read_json(path, MAX_BYTES)
+        values = read_json(path)
         seen = {
             name: {
                 key: SeenRecords(int(each["number"]), [int(n) for n in each["stamp"]])

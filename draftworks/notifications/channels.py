@@ -173,12 +173,12 @@ def _attempt(
     attempts = message.attempts + 1
     refused = posted.status in REFUSED_STATUSES and attempts >= REFUSALS
     if refused or now() - message.began > GIVE_UP_S:
-        box.record_refused(message)
+        box.record_refused(message, now())
         lost, tried = format_count(count, "event"), format_count(attempts, "attempt")
         return _Said(True, [f"{spec.channel}: given up: {lost} after {tried}: {problem}"])
     pause_s = posted.retry_after_s or FIRST_PAUSE_S * 2 ** min(attempts - 1, 12)
     later = now() + min(pause_s, LONGEST_PAUSE_S)
-    box.save(replace(message, attempts=attempts, not_before=later, problem=problem))
+    box.record_failed(replace(message, attempts=attempts, not_before=later, problem=problem))
     return _Said(False, [f"{spec.channel}: attempt {attempts} failed: {problem}"])
 
 
@@ -215,13 +215,10 @@ class Channels:
 
     def add(self, events: Sequence[Event]) -> int:
         """Keep events for the channels that want them; return how many were new to one."""
-        new = [
-            each.id
-            for each in events
-            for spec, box in self._boxes
-            if spec.wants(each.kind, each.target) and box.add(each)
-        ]
-        return len(set(new))
+        new: set[str] = set()
+        for spec, box in self._boxes:
+            new |= {each.id for each in box.add([each for each in events if spec.wants(each.kind, each.target)])}
+        return len(new)
 
     def send(
         self,
