@@ -1,4 +1,4 @@
-"""What is used of Dagster that is not its public interface. Dagster is pinned below 1.14 because of this module alone.
+"""Private modules of Dagster, imported here alone. Dagster is pinned below 1.14 because of them.
 
 Each of these has no public counterpart: an executor that runs some steps in the run's own process calls what the
 in-process and the multiprocess executor are made of; the processes of a run are named only in the data of its events; an

@@ -164,7 +164,8 @@ CODE_LOCATION = "spec_assets.code_location"
 
 
 def list_preloaded(module: str) -> Sequence[str]:
-    """Return what a step's process has imported from the start. Importing it would otherwise take half the time of a step
+    """Return the modules that a step's process has imported from the start. Importing it would otherwise take half
+    the time of a step
     whose result exists.
 
     Args:

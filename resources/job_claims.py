@@ -80,7 +80,7 @@ class JobClaim:
         return replace(self, owner=owner, written=time.time())
 
     def publish(self, path: Path) -> None:
-        """Replace what is in the claim file."""
+        """Replace the claim in its file."""
         publish_json(path, self.to_json())
 
     def take(self, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Makes the launcher of a kind. What a kind needs is imported when it is chosen."""
+"""Makes the launcher of a kind. The modules of a kind are imported when it is chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a launcher asks of a scheduler such as Slurm, and the scheduler of a kind. No Dagster here, so that an implementation can be tested alone."""
+"""The interface of a scheduler such as Slurm to launchers, and the schedulers by kind.
+
+No Dagster here, so that an implementation can be tested alone.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class DeadCopy:
 
 @dataclass(frozen=True)
 class SeenJob:
-    """What the scheduler says of a job. One of several copies has ended when all of them have.
+    """The state of a job by its scheduler. One of several copies has ended when all of them have.
 
     Attributes:
         reason: the scheduler's own words: why it waits in the queue, was refused, cannot pull its image, was pre-empted,
@@ -97,7 +100,7 @@ class Scheduler(ABC):
         """
 
     def check(self, request: JobRequest) -> None:
-        """Raise what `create` would raise for a job like this one, as far as that is known without creating one.
+        """Raise the error that `create` would raise for such a job, as far as it is known without creating one.
 
         A kind that can only tell whether it is reached leaves this as it is.
         """

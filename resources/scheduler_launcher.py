@@ -219,7 +219,7 @@ class SchedulerLauncher(TorchLauncher):
         return replace(seen, state=JobState.RUNNING) if verdict.restart or verdict.is_open else seen
 
     def _settle_status(self, handle: ScheduledJob, seen: SeenJob | None) -> JobStatus:
-        """Return what became of a job that has ended, or that the scheduler does not know any more."""
+        """Return the outcome of a job that has ended, or that the scheduler does not know any more."""
         reason = "the scheduler does not know it any more" if seen is None else seen.reason
         if handle.job.copies > 1 and seen is not None and seen.state is JobState.SUCCEEDED:
             return JobStatus(JobState.SUCCEEDED, None, reason)  # copies send no report
@@ -314,7 +314,7 @@ def _may_take_over(claim: JobClaim) -> bool:
 
 
 def _list_progress(identity: JobIdentity) -> frozenset[tuple[str, int]]:
-    """Return names and sizes of the files from which a job goes on, without what says who waits for it."""
+    """Return names and sizes of the files from which a job goes on, without claims."""
     found: set[tuple[str, int]] = set()
     for folder in identity.progress:
         with suppress(OSError), os.scandir(folder) as entries:

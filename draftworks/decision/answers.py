@@ -1,4 +1,4 @@
-"""What people say to decisions: answers, and targets on hold, with who, when and why; the log that keeps it. Torch-free.
+"""People's answers to decisions, and targets on hold, with who, when and why; their log. Torch-free.
 
 {var}/decisions/people.jsonl   one event a line, see `draftworks.decision.answers`
 """
@@ -41,7 +41,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a person chose for one subject of a decision.
+    """The choice of a person for one subject of a decision.
 
     Attributes:
         subject: of the decision; another subject is another question.
@@ -159,7 +159,7 @@ class AnswerFile:
         return made[0]
 
     def hold(self, target: str, who: str, why: str, now: float) -> Hold:
-        """Put a target on hold; one that is already stays as it is. Returns the hold that is then there."""
+        """Put a target on hold, and return its hold; an earlier hold stays."""
         made = Hold(target, True, who, why, now)
         self._log.append(lambda events: [] if target in Answers.of(events).holds else [made])
         return self.read().holds.get(target, made)

@@ -1,4 +1,4 @@
-"""How far what happened was looked through, so that a tick reads what is new and nothing that was told long ago."""
+"""The newest records and runs that a tick has looked through, so that the next one reads only newer ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SeenRecords:
 
 @dataclass
 class Bookmark:
-    """What was looked through. It is saved after the events that were found are in the outboxes.
+    """The newest records and runs looked through; saved once their events are in the outboxes.
 
     Attributes:
         service, decisions: by `target/strategy`.

@@ -1,4 +1,4 @@
-"""The channels of a deployment: keep events for all of them, write and send what is due."""
+"""The channels of a deployment: keep events for all of them, write and send messages that are due."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build_webhook_body(key: str, events: Sequence[Event]) -> bytes:
 
 
 def build_text(events: Sequence[Event], format_link: Any, escape: Any) -> str:
-    """Return what people read: one event in full, or several as a line each with their numbers by kind."""
+    """Return a message for people: one event in full, or several as a line each with their numbers by kind."""
     if len(events) == 1:
         (event,) = events
         parts = [_format_line(event, escape), escape(event.text), "" if event.link is None else format_link(event.link)]
@@ -79,7 +79,7 @@ Post = Callable[[str, bytes, Mapping[str, str], float, str], Posted]
 
 @dataclass(frozen=True)
 class Address:
-    """Where a channel's messages go, and with what headers. It may contain a token, and is never shown."""
+    """Address and headers of a channel's messages. It may contain a token, and is never shown."""
 
     url: str
     headers: Mapping[str, str]
@@ -119,7 +119,7 @@ def _read_variable(spec: NotificationSpec, key: str, name: str, environment: Map
 def deliver(
     box: Outbox, spec: NotificationSpec, now: Callable[[], float], deadline: float, post: Post = post_json
 ) -> list[str]:
-    """Send what is due, and return what happened in words. The caller holds the outbox's lock.
+    """Send the messages that are due, and return the outcomes in words. The caller holds the outbox's lock.
 
     At most `max_messages` are sent in `window_s`; where more events wait than that leaves, they go into one message.
 
@@ -146,7 +146,7 @@ def deliver(
 
 @dataclass(frozen=True)
 class _Said:
-    """What came of an attempt; `told` is whether the next message may follow."""
+    """The outcome of an attempt; `told` is whether the next message may follow."""
 
     told: bool
     words: list[str]
@@ -227,7 +227,10 @@ class Channels:
         now: Callable[[], float] = time.time,
         post: Post = post_json,
     ) -> list[str]:
-        """Send what is due, in all at most about `limit_s`; return what happened in words. A problem is a warning."""
+        """Send the messages that are due, in all at most about `limit_s`; return the outcomes in words.
+
+        A problem is a warning.
+        """
         words: list[str] = []
         for spec, box in self._boxes:
             deadline = now() + limit_s / len(self._boxes)

@@ -1,6 +1,6 @@
-"""Events, and those that a channel is still to be told of; durable, whole after a kill at any moment.
+"""Events, and a channel's log of events to tell; durable, whole after a kill at any moment.
 
-    {var}/notifications/{channel}/outbox.jsonl   what happened to the channel's events, see `Outbox`
+    {var}/notifications/{channel}/outbox.jsonl   the channel's events and messages, see `Outbox`
     {var}/notifications/{channel}/.lock/         the lease of the process that sends
 
 A message is written down before it is sent, and marked as told by one line afterwards. A process that is killed between
@@ -128,15 +128,15 @@ class Message:
 
 @dataclass
 class _Contents:
-    """What the lines of an outbox come to. `ended` are the lines of messages that were told or refused."""
+    """The state of an outbox after its lines. `ended` are the lines of messages that were told or refused."""
 
     pending: dict[str, Event] = field(default_factory=dict)
     message: Message | None = None
     ended: list[dict[str, Any]] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
 
-    def take(self, line: dict[str, Any], where: str) -> None:
-        """Take in one more line. Raises an error of any kind for one that is none."""
+    def apply(self, line: dict[str, Any], where: str) -> None:
+        """Apply one more line. Raises an error of any kind for a damaged one."""
         if "add" in line:
             event = Event.from_json(line["add"], where)
             self.pending[event.id] = event
@@ -186,7 +186,7 @@ class Outbox:
         return self.folder / LOCK
 
     def add(self, events: Sequence[Event]) -> list[Event]:
-        """Keep events to be told; return those that were not known already."""
+        """Keep events to be told; return the new ones."""
         known = self._load().known
         new = [each for each in {each.id: each for each in events}.values() if each.id not in known]
         self._append([{"add": each.to_json()} for each in new])
@@ -224,7 +224,7 @@ class Outbox:
         return [line["at"] for line in self._load().ended if "told" in line and line["at"] > since]
 
     def forget_sent(self, now: float) -> None:
-        """Remove what was told long ago. A message that is on its way is waited for."""
+        """Remove events that were told long ago, while no message is on its way."""
         found = self._load()
         kept = [line for line in found.ended if "refused" in line or now - line["at"] <= SENT_DAYS * 86400]
         if found.message is None and len(kept) < len(found.ended):
@@ -249,7 +249,7 @@ class Outbox:
             else:
                 lines = _list_old(self.folder)
             for line in lines:
-                found.take(line, str(self.path))
+                found.apply(line, str(self.path))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise StoreError(
                 f"{self.path}: cannot be read as what a channel is to be told ({error!r}). Remove the line, or the file"
@@ -261,7 +261,7 @@ _OLD = ("pending", "sent", "refused", "message.json", "recent.json")
 
 
 def _list_old(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines for what an earlier version kept as a file for each event. What was on its way is sent anew."""
+    """Yield the lines for the files of an earlier version, one for each event. A message on its way is sent anew."""
     for kind in ("sent", "refused"):
         for path in (folder / kind).glob("[!.]*.json"):
             yield {"told": [path.stem], "at": path.stat().st_mtime}

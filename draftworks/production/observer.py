@@ -1,4 +1,7 @@
-"""Reads the servers of a target at the same time, each into its own series. One that fails does not stop the others."""
+"""Reads the servers of a target at the same time, each into its own series.
+
+A server that fails does not stop the others.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ CLOCK_TOLERANCE_S = 300.0
 
 @dataclass(frozen=True)
 class ServerSeries:
-    """What was read from one server, oldest first.
+    """The readings of one server, oldest first.
 
     Attributes:
         var: folder of all results.
@@ -112,7 +115,7 @@ ADAPTERS: Mapping[str, Callable[[Address, Collection[str]], Scrape]] = {"sglang"
 
 @dataclass(frozen=True)
 class Observation:
-    """What has come of reading one server.
+    """The outcome of reading one server.
 
     Attributes:
         readings: its series, the new reading last; the series as it was if reading it failed.
@@ -155,7 +158,7 @@ class Observer:
         return cls(var, target, (target.model, *path))
 
     def observe(self, strategy: str | None = None) -> list[Observation]:
-        """Read all servers, or those of one strategy, and return what has come of each, in the entry's order."""
+        """Read all servers, or those of one strategy, and return the outcomes in the entry's order."""
         servers = self.list_servers(strategy)
         with ThreadPoolExecutor(max_workers=min(AT_ONCE, len(servers)) or 1) as pool:
             return list(pool.map(self._observe_server, servers))

@@ -1,4 +1,5 @@
-"""One reading of a server's counters of speculative decoding: fetched, parsed, and what every kind has in common."""
+"""One reading of a server's counters of speculative decoding: its pages, and the counts that every kind of server
+has."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ POSITION = "position_"
 
 @dataclass(frozen=True)
 class Scrape:
-    """What one server said.
+    """The answer of one server.
 
     Attributes:
         version: of the server's software; None if it does not say.
@@ -108,7 +109,10 @@ class Address:
             raise EngineError(f"{path}: expected text, found {answer.content[:20]!r}") from None
 
     def fetch_metrics(self, names: ServerCounters, hint: str) -> Metrics:
-        """Return what /metrics says of one model. Raises EngineError as `fetch_text`, and with `hint` without that page."""
+        """Return the metrics of the one model that a server serves.
+
+        Raises EngineError as `fetch_text`, and with `hint` without that page.
+        """
         text = self.fetch_text("/metrics")
         if text is None:
             raise EngineError(f"has no /metrics: {hint}")

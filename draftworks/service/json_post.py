@@ -1,4 +1,4 @@
-"""One POST of JSON whose failure is words; the address can be kept out of them."""
+"""One POST of JSON; a failure is a text, from which the address can be kept out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_ANSWER_BYTES = 1 << 16
 
 
 class Posted(NamedTuple):
-    """What a server has answered. `problem` is why the attempt failed; empty if it did not."""
+    """The answer of a server. `problem` is why the attempt failed; empty if it did not."""
 
     text: str
     problem: str = ""

@@ -29,7 +29,7 @@ class NoAnswerError(EngineError):
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A whole answer of a server, or the begin of one that says an error.
+    """A whole answer of a server; of an error answer its first 64 KiB.
 
     Attributes:
         headers: names in lower case.
