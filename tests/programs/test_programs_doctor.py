@@ -11,8 +11,8 @@ import pytest
 from retention_toys import make_result
 from typer.testing import CliRunner
 
+from draftworks.preflight.findings import Finding
 from draftworks.preflight.installation.doctor import Installation, probe_ui_port
-from draftworks.preflight.installation.machine_probes import Line
 from draftworks.programs.cli import app
 
 SECRET = "hunter2-and-more"
@@ -49,8 +49,8 @@ def test_it_changes_nothing_and_shows_no_secret(site: Path):
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
-    assert found["problems"] == sum(line["state"] == "problem" for line in found["lines"]) > 0
-    areas = {line["area"] for line in found["lines"]}
+    assert found["problems"] == sum(line["severity"] == "error" for line in found["lines"]) > 0
+    areas = {line["where"] for line in found["lines"]}
     assert areas >= {
         "versions",
         "disk",
@@ -63,14 +63,14 @@ def test_it_changes_nothing_and_shows_no_secret(site: Path):
         "ports",
         "stores",
     }
-    assert all(line["todo"] for line in found["lines"] if line["state"] == "problem")
+    assert all(line["remedy"] for line in found["lines"] if line["severity"] == "error")
     assert SECRET not in done.stdout + done.stderr
     assert list_tree(site) == before
 
 
 def test_the_exit_code_is_that_of_the_worst_line(site: Path, monkeypatch: pytest.MonkeyPatch):
-    for state, code in (("ok", 0), ("warning", 0), ("problem", 1)):
-        line = Line("disk", state, "one\ntwo", "mend it")
+    for state, code in (("ok", 0), ("warning", 0), ("error", 1)):
+        line = Finding(state, "one\ntwo", "disk", "mend it")
         monkeypatch.setattr(Installation, "examine", lambda self, limit, line=line: [line])
         done = CliRunner().invoke(app, ["doctor", "--registry", str(site / "registry")])
         assert done.exit_code == code
@@ -79,6 +79,6 @@ def test_the_exit_code_is_that_of_the_worst_line(site: Path, monkeypatch: pytest
 
 
 def test_a_port_in_use_is_a_warning_with_another_one():
-    assert [line.state for line in probe_ui_port(1, True, "127.0.0.1")] == ["ok"]
+    assert [line.severity for line in probe_ui_port(1, True, "127.0.0.1")] == ["ok"]
     [line] = probe_ui_port(1, False, "127.0.0.1")
-    assert (line.state, line.todo) == ("warning", "draftworks ui --port 2")
+    assert (line.severity, line.remedy) == ("warning", "draftworks ui --port 2")

@@ -10,7 +10,7 @@ from waiting import HANG_S, growing_limits
 
 from draftworks.preflight.installation.deployment_probes import probe_dagster
 
-GOOD = '{"area": "dagster", "state": "ok", "found": "the storage answers", "todo": ""}'
+GOOD = '{"severity": "ok", "text": "the storage answers", "where": "dagster", "remedy": ""}'
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ GOOD = '{"area": "dagster", "state": "ok", "found": "the storage answers", "todo
     [
         ("", ["ok"], "the storage answers"),
         ("import time; time.sleep(2000)", ["ok", "warning"], "not looked at within"),
-        ("raise SystemExit('no module named x')", ["ok", "problem"], "no module named x"),
+        ("raise SystemExit('no module named x')", ["ok", "error"], "no module named x"),
     ],
 )
 def test_lines_are_kept_whatever_comes_after(tmp_path: Path, ending: str, states: list[str], words: str):
@@ -30,5 +30,5 @@ def test_lines_are_kept_whatever_comes_after(tmp_path: Path, ending: str, states
         found = list(probe_dagster(tmp_path, {"PATH": os.environ["PATH"]}, tmp_path, limit_s=limit_s))
         if len(found) == len(states):
             break
-    assert [line.state for line in found] == states
-    assert words in found[-1].found
+    assert [line.severity for line in found] == states
+    assert words in found[-1].text

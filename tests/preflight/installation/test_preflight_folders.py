@@ -26,7 +26,7 @@ def set_free(monkeypatch: pytest.MonkeyPatch, free: int, files: int = 1_000_000)
 
 
 def states(lines) -> list[str]:
-    return [line.state for line in lines]
+    return [line.severity for line in lines]
 
 
 def list_tree(root: Path) -> dict[str, bytes | None]:
@@ -41,35 +41,35 @@ def test_a_sound_folder_is_ok_and_nothing_of_the_trial_stays(tmp_path: Path, exi
         (folder.path / "kept").write_text("as it was")
     before = list_tree(tmp_path)
     [line] = probe_permissions(folder)
-    assert line.state == "ok"
-    assert ("does not exist yet" in line.found) is not exists
+    assert line.severity == "ok"
+    assert ("does not exist yet" in line.text) is not exists
     assert list_tree(tmp_path) == before
 
 
 def test_a_file_in_the_way_is_a_problem(tmp_path: Path):
     (tmp_path / "file").write_text("")
     [line] = probe_permissions(WrittenFolder("var", tmp_path / "file" / "var"))
-    assert line.state == "problem"
-    assert f"{tmp_path / 'file'} is a file" in line.found
+    assert line.severity == "error"
+    assert f"{tmp_path / 'file'} is a file" in line.text
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_problem():
     """The kernel lets nobody, root included, make a file in `/sys`."""
     [line] = probe_permissions(WrittenFolder("var", Path("/sys")))
-    assert line.state == "problem"
+    assert line.severity == "error"
     assert re.search(
-        "var /sys: cannot be written to: (Permission denied|Read-only file system|Operation not)", line.found
+        "var /sys: cannot be written to: (Permission denied|Read-only file system|Operation not)", line.text
     )
-    assert line.todo
+    assert line.remedy
     [line] = probe_permissions(WrittenFolder("cache", Path("/sys"), is_needed=False))
-    assert line.state == "warning"
+    assert line.severity == "warning"
 
 
 @pytest.mark.parametrize(
     ("free", "needed", "other"),
     [
-        (0, "problem", "warning"),
-        ((1 << 30) - 1, "problem", "warning"),
+        (0, "error", "warning"),
+        ((1 << 30) - 1, "error", "warning"),
         (1 << 30, "warning", "warning"),
         ((20 << 30) - 1, "warning", "warning"),
         (20 << 30, "ok", "ok"),
@@ -84,19 +84,17 @@ def test_a_full_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_disk_without_room_for_files_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     set_free(monkeypatch, 50 << 30, files=20)
     found = list(probe_disk(WrittenFolder("var", tmp_path)))
-    assert "room for 20 more files" in found[0].found
-    assert states(found) == ["problem", "ok"]
+    assert "room for 20 more files" in found[0].text
+    assert states(found) == ["error", "ok"]
 
 
 def test_locks_that_exclude_nobody_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fcntl, "flock", lambda handle, how: None)
     [line] = probe_permissions(WrittenFolder("var", tmp_path))
-    assert (line.state, "no locks (flock)" in line.found) == ("problem", True)
+    assert (line.severity, "no locks (flock)" in line.text) == ("error", True)
 
 
-@pytest.mark.parametrize(
-    ("ahead_s", "state"), [(0.0, "ok"), (30.0, "warning"), (-30.0, "warning"), (3600.0, "problem")]
-)
+@pytest.mark.parametrize(("ahead_s", "state"), [(0.0, "ok"), (30.0, "warning"), (-30.0, "warning"), (3600.0, "error")])
 def test_a_clock_that_differs_from_that_of_a_shared_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, state: str
 ):
@@ -114,7 +112,7 @@ def test_a_clock_that_differs_from_that_of_a_shared_folder(
 
     monkeypatch.setattr(Path, "stat", behind)
     [line] = probe_clock_of_folder(WrittenFolder("var", tmp_path))
-    assert line.state == state
+    assert line.severity == state
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 

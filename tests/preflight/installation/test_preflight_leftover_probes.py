@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from retention_toys import make_result
 
+from draftworks.preflight.findings import Finding
 from draftworks.preflight.installation.deployment_probes import OLD_S, probe_leftovers, probe_stores
-from draftworks.preflight.installation.machine_probes import Line
 from draftworks.storage.lease import LeasePath
 
 
-def list_states(lines: list[Line]) -> list[str]:
-    return [line.state for line in lines]
+def list_states(lines: list[Finding]) -> list[str]:
+    return [line.severity for line in lines]
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def test_what_is_as_it_should_be_is_ok(var: Path):
     held = LeasePath(var / "x_draft" / "a" / ".lock").try_acquire()
     assert held is not None
     [line] = probe_leftovers(var)
-    assert "1 held on this machine, none of a dead process" in line.found
+    assert "1 held on this machine, none of a dead process" in line.text
     held.release()
     [line] = probe_stores(var)
-    assert "1 current results, all of this version" in line.found
+    assert "1 current results, all of this version" in line.text
     assert list_states(list(probe_stores(var / "none"))) == ["ok"]
 
 
@@ -46,7 +46,7 @@ LeasePath(Path({str(lock)!r})).try_acquire(); os.kill(os.getpid(), signal.SIGKIL
     subprocess.run([sys.executable, "-c", code])
     before = {path: path.read_bytes() for path in lock.iterdir()}
     [line] = probe_leftovers(var)
-    assert "1 of processes that are gone" in line.found
+    assert "1 of processes that are gone" in line.text
     assert {path: path.read_bytes() for path in lock.iterdir()} == before
 
 
@@ -65,7 +65,7 @@ def test_a_lock_that_another_host_does_not_renew_is_a_warning(var: Path):
         os.utime(path, (long_ago, long_ago))
     found = list(probe_leftovers(var))
     assert list_states(found) == ["warning", "ok"]
-    assert "elsewhere" in found[0].found
+    assert "elsewhere" in found[0].text
 
 
 def test_an_old_interrupted_result_is_a_warning(var: Path):
@@ -82,7 +82,7 @@ def test_a_record_of_another_version_or_a_damaged_one_is_a_problem(var: Path, te
     [record] = var.glob("x_draft/a/*/artifact.json")
     record.write_text(text)
     [line] = probe_stores(var)
-    assert (line.state, words in line.found) == ("problem", True)
+    assert (line.severity, words in line.text) == ("error", True)
 
 
 def test_stores_by_target_name_are_those_of_an_earlier_version(var: Path):
@@ -92,4 +92,4 @@ def test_stores_by_target_name_are_those_of_an_earlier_version(var: Path):
     (var / "feature_store" / "aaaaaaaaaaaaaaaa").symlink_to("tiny")
     found = list(probe_stores(var))
     assert list_states(found) == ["ok", "ok"]
-    assert "by target name: tiny;" in found[1].found
+    assert "by target name: tiny;" in found[1].text

@@ -41,26 +41,26 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_machine_without_a_gpu_is_fine(machine: Path):
     [line] = probe_gpu(5)
-    assert (line.state, "CPU" in line.found) == ("ok", True)
+    assert (line.severity, "CPU" in line.text) == ("ok", True)
 
 
 @pytest.mark.parametrize(
-    ("seen", "states"), [("2", ["ok", "ok", "ok"]), ("1", ["ok", "ok", "warning"]), ("0", ["ok", "ok", "problem"])]
+    ("seen", "states"), [("2", ["ok", "ok", "ok"]), ("1", ["ok", "ok", "warning"]), ("0", ["ok", "ok", "error"])]
 )
 def test_gpus_that_pytorch_does_not_see_are_told(machine: Path, monkeypatch: pytest.MonkeyPatch, seen: str, states):
     write_program(machine / "nvidia-smi", f"echo '{CARD}'; echo '{CARD}'")
     python = write_program(machine / "python", f"echo '2.13.0|12.8|{seen}'")
     monkeypatch.setattr(machine_probes.sys, "executable", str(python))
     found = list(probe_gpu(5))
-    assert [line.state for line in found] == states
-    assert f"sees {seen} of 2 GPUs" in found[-1].found
+    assert [line.severity for line in found] == states
+    assert f"sees {seen} of 2 GPUs" in found[-1].text
 
 
 @pytest.mark.parametrize("body", ["echo 'driver mismatch' >&2; exit 18", "exec /bin/sleep 2000"])
 def test_a_driver_that_fails_or_hangs_is_a_warning(machine: Path, body: str):
     write_program(machine / "nvidia-smi", body)
     [line] = probe_gpu(0.5)
-    assert (line.state, bool(line.todo)) == ("warning", True)
+    assert (line.severity, bool(line.remedy)) == ("warning", True)
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def need_sglang(registry: Registry) -> None:
     ("body", "needed", "state", "words"),
     [
         (None, False, "ok", "no target needs it"),
-        (None, True, "problem", "is needed by a"),
+        (None, True, "error", "is needed by a"),
         (f"echo {SGLANG_VERSIONS[0]}", True, "ok", f"SGLang {SGLANG_VERSIONS[0]}"),
         ("echo 0.4.1", True, "warning", "SGLang 0.4.1: tested with"),
-        ("echo 'ImportError: no CUDA' >&2; exit 1", True, "problem", "ImportError: no CUDA"),
+        ("echo 'ImportError: no CUDA' >&2; exit 1", True, "error", "ImportError: no CUDA"),
         ("echo 'ImportError: no CUDA' >&2; exit 1", False, "warning", "ImportError: no CUDA"),
         ("echo 0.5.23; exec sleep 60", True, "warning", "did not answer within"),
     ],
@@ -92,15 +92,15 @@ def test_sglang_is_asked_in_its_own_environment(registry: Registry, body, needed
     if body is not None:
         write_program(registry.root.parent / "sglang" / "python", body)
     [line] = probe_sglang(registry, 1.0)
-    assert (line.state, words in line.found) == (state, True), line
+    assert (line.severity, words in line.text) == (state, True), line
 
 
 def test_libraries_that_sglang_lacks_are_named_with_the_command(registry: Registry):
     need_sglang(registry)
     write_program(registry.root.parent / "sglang" / "python", f"echo {SGLANG_VERSIONS[0]}; echo pyarrow dagster_pipes")
     found = list(probe_sglang(registry, 5))
-    assert [line.state for line in found] == ["warning", "ok"]
-    assert "pip install --no-deps pyarrow dagster-pipes" in found[0].todo
+    assert [line.severity for line in found] == ["warning", "ok"]
+    assert "pip install --no-deps pyarrow dagster-pipes" in found[0].remedy
 
 
 def test_a_clock_that_nothing_sets_matters_between_hosts_only(monkeypatch: pytest.MonkeyPatch):
@@ -110,9 +110,9 @@ def test_a_clock_that_nothing_sets_matters_between_hosts_only(monkeypatch: pytes
 
     for state, others, expected in ((0, True, "ok"), (5, True, "warning"), (5, False, "ok"), (-1, True, "ok")):
         monkeypatch.setattr(machine_probes.ctypes, "CDLL", lambda *_, state=state, **__: Kernel(state))
-        assert [line.state for line in probe_clock(others)] == [expected]
+        assert [line.severity for line in probe_clock(others)] == [expected]
     monkeypatch.undo()
-    assert [line.state for line in probe_clock(False)] == ["ok"]
+    assert [line.severity for line in probe_clock(False)] == ["ok"]
 
 
 def test_a_program_whose_parent_is_gone_is_found(monkeypatch: pytest.MonkeyPatch):
@@ -129,7 +129,7 @@ def test_a_program_whose_parent_is_gone_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(psutil, "process_iter", without_parent)
     try:
         [line] = probe_orphans()
-        assert (line.state, f"{child.pid} (train)" in line.found) == ("warning", True)
+        assert (line.severity, f"{child.pid} (train)" in line.text) == ("warning", True)
     finally:
         child.kill()
         child.wait()
@@ -138,7 +138,7 @@ def test_a_program_whose_parent_is_gone_is_found(monkeypatch: pytest.MonkeyPatch
 def test_programs_of_this_process_are_no_orphans():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "draftworks.programs.train"])
     try:
-        assert not any(str(child.pid) in line.found for line in probe_orphans())
+        assert not any(str(child.pid) in line.text for line in probe_orphans())
     finally:
         child.kill()
         child.wait()

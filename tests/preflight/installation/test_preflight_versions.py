@@ -32,30 +32,30 @@ def write_checkout(root: Path, required: str = "", extra: str = "", python: str 
     ],
 )
 def test_what_is_missing_or_outside_its_range_is_a_problem_with_a_command(tmp_path: Path, given, words: str):
-    found = [line for line in probe_versions(write_checkout(tmp_path, **given)) if line.state == "problem"]
+    found = [line for line in probe_versions(write_checkout(tmp_path, **given)) if line.severity == "error"]
     assert len(found) == 1
-    assert words in found[0].found
-    assert found[0].todo
+    assert words in found[0].text
+    assert found[0].remedy
 
 
 def test_a_library_of_an_extra_may_be_missing(tmp_path: Path):
     found = probe_versions(write_checkout(tmp_path, extra="no-such-library>=1"))
-    assert {line.state for line in found} == {"ok"}
+    assert {line.severity for line in found} == {"ok"}
 
 
 def test_a_supported_version_that_was_not_tested_is_told(tmp_path: Path):
     version = importlib.metadata.version("pydantic")
     for pin, told in ((version, False), (f"{version}+cpu", False), ("2.0.1", True)):
         found = list(probe_versions(write_checkout(tmp_path, "pydantic>=2", pins=f"Pydantic=={pin}")))
-        assert {line.state for line in found} == {"ok"}
-        assert any("(tested: 2.0.1)" in line.found for line in found) is told
+        assert {line.severity for line in found} == {"ok"}
+        assert any("(tested: 2.0.1)" in line.text for line in found) is told
 
 
 def test_without_a_checkout_it_says_so(tmp_path: Path):
-    assert [line.state for line in probe_versions(tmp_path)] == ["warning"]
+    assert [line.severity for line in probe_versions(tmp_path)] == ["warning"]
 
 
 def test_this_environment_has_what_it_needs():
     supported = SupportedVersions.read(CHECKOUT)
     assert "torch" in supported.required
-    assert not [line for line in probe_versions(CHECKOUT) if line.state == "problem"]
+    assert not [line for line in probe_versions(CHECKOUT) if line.severity == "error"]
