@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from planning_toys import LLAMA_8B
 
 from draftworks.config.strategies import resolve_strategy
+from draftworks.errors import DraftworksError
 from draftworks.export.names import CARD
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
-from draftworks.storage.identity import FileDigests, digest
+from draftworks.storage.identity import DigestNotCached, FileDigests, digest
 from draftworks.storage.names import FP8_GATE, HELDOUT
 from draftworks.targets.registry import Registry
+from draftworks.targets.shared_needs import collect_taps
 from spec_assets import data, features, fp8_gate
+from spec_assets.common import NothingToDo
 from spec_assets.drafts import make_draft_asset
 from spec_assets.evals import find_eval_users, make_eval_features_asset, make_eval_set_assets
 from spec_assets.exports import make_export_asset
 from spec_assets.reports import make_report_asset
-from spec_assets.unchanged import Probed, ProbeWorkspace, ask_asset
+from spec_assets.unchanged import Probed, ProbeStore, ProbeWorkspace, ask_asset
 
 SAMPLES = {"train": 900, "heldout": 100}
 TOKENS = 300
@@ -39,7 +43,8 @@ class PublishingStore(ArtifactStore):
 
     def obtain(self, asset: str, target: str, identity: dict[str, Any], *_: Any, **options: Any) -> Artifact:
         samples = SAMPLES["train" if identity.get("part", "train") == "train" else "heldout"]
-        streams = {name: digest([name, identity]) for name in (*(f"hf{tap}" for tap in range(64)), "last")}
+        taps = collect_taps(Registry(self.registry).load_target(target), LLAMA_8B["num_hidden_layers"])
+        streams = {name: digest([name, identity]) for name in (*(f"hf{tap}" for tap in taps), "last")}
         figures: dict[str, Any] = {"samples": samples, "tokens": samples * TOKENS, "bytes": samples * TOKENS * 1000}
         figures |= {"supervised_tokens": samples * TOKENS // 2, "stream_versions": streams, "evals": {}}
         if asset in ("conversations",) or asset.endswith("_set"):
@@ -55,6 +60,19 @@ class PublishingStore(ArtifactStore):
 
         super().obtain(asset, target, identity, build)
         raise Probed(True)
+
+
+class AskedStore(ProbeStore):
+    """Says what an asset would find, whether or not feature stores hold what its record names."""
+
+    def obtain(self, asset: str, target: str, identity: dict[str, Any], *_: Any, **options: Any) -> Artifact:
+        raise Probed(self.is_current(asset, target, identity))
+
+
+class AskedWorkspace(ProbeWorkspace):
+    @cached_property
+    def artifacts(self) -> ArtifactStore:
+        return AskedStore(self.var, self.digests)
 
 
 class PublishingWorkspace(ProbeWorkspace):
@@ -93,8 +111,20 @@ def publish_results(target: str, registry: Registry) -> Iterator[str]:
     for each in list_assets(target, registry):
         try:
             made = ask_asset(each, workspace, target)
-        except Exception as error:
-            assert type(error).__name__ in ("NothingToDo", "AssertionError"), (each.key, error)
-            made = False
+        except NothingToDo:
+            continue
         if made:
             yield each.key.to_user_string()
+
+
+def ask_assets(target: str, registry: Registry) -> dict[str, bool]:
+    """Return of each asset whether it and all before it would find their results made, as their own functions say."""
+    workspace, found = AskedWorkspace(registry_root=str(registry.root)), dict[str, bool]()
+    for each in list_assets(target, registry):
+        before = {key.to_user_string() for key in each.asset_deps[each.key]}
+        try:
+            made = ask_asset(each, workspace, target)
+        except (NothingToDo, DraftworksError, DigestNotCached):
+            made = False
+        found[each.key.to_user_string()] = made and all(found.get(name, True) for name in before)
+    return found
