@@ -12,6 +12,7 @@ import torch
 from coverings import gate_or_long
 from dataflow_toys import Clock, controller_of, toy_slim_ref
 from store_kinds import open_keyed_store
+from waiting import HANG_S
 
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.stream.controller import DataFlowController
@@ -113,10 +114,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KeyedFeatu
         return
     from mooncake_toys import running_mooncake
 
-    from draftworks.features.keyed_mooncake import KeyedMooncakeStore
+    from draftworks.features.mooncake_store import MooncakeFeatureStore
 
     with running_mooncake(tmp_path) as service:
-        opened = KeyedMooncakeStore(service.address)
+        opened = MooncakeFeatureStore(service.address_file, HANG_S)
         yield opened
         opened.close()
 
