@@ -6,7 +6,7 @@ here in memory; the records of drafts in service are real files, replaced and re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -191,7 +191,7 @@ class ToyService:
         compared = {
             earlier: Compared(reason=f"draft {earlier} has no prompt of {name} in common")
             if found is None
-            else Compared(found, *self._means(report, earlier, name), same_weights=earlier == draft.digest)
+            else self._describe(found, report, earlier, name)
             for earlier, found in paired.items()
         }
         margins = Margins(settings.select_margin(name), settings.least_prompts)
@@ -208,6 +208,7 @@ class ToyService:
                 return found
         return None
 
-    def _means(self, report: Report, earlier: str, name: str) -> Sequence[float | None]:
+    def _describe(self, found: AcceptanceDifference, report: Report, earlier: str, name: str) -> Compared:
         old = next(each for each in self.list_reports(earlier) if each.data.get(name) == report.data[name])
-        return [micro_mean(report.walks[name]), micro_mean(old.walks[name])]
+        means = micro_mean(report.walks[name]), micro_mean(old.walks[name])
+        return Compared(found, means[0], means[1], same_weights=earlier == report.draft)
