@@ -1,11 +1,17 @@
-"""A server that Draftworks starts: its arguments keep all hidden states; failed starts are reported and cleaned up."""
+"""A server that Draftworks starts: its arguments keep all hidden states; failed starts are reported and cleaned up.
+A key reaches the server's arguments, and neither its command line nor its log.
+Counters of speculative decoding, parsed from recorded answers of a real SGLang server.
+Ranks of a job find each other's servers by files in a folder that they share.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +23,33 @@ from processes import wait_until_ended
 from waiting import growing_limits, wait_until
 
 from draftworks.errors import ConfigError, EngineError
+from draftworks.sglang import child_lifetime
+from draftworks.sglang.api_key import (
+    HIDDEN,
+    VARIABLE,
+    build_headers,
+    hide_in_log_records,
+    make_key_file,
+    read_key,
+    take_key_arguments,
+)
 from draftworks.sglang.environment import require_capturing, require_version
 from draftworks.sglang.hook import format_hook_option
+from draftworks.sglang.job_servers import (
+    JobServers,
+    ServerAddress,
+    ServerSlot,
+    make_servers_folder,
+    remove_servers_folders,
+)
 from draftworks.sglang.server import ServerOptions, SGLangServer
+from draftworks.sglang.speculation import (
+    Counters,
+    SpeculatedAnswer,
+    read_accept_length,
+    read_metric,
+    read_verified_tokens,
+)
 
 OPTIONS = ServerOptions(
     model="models/toy", revision=None, tokenizer="models/toy", context=512, dtype="float32", device="cpu",
@@ -220,3 +250,183 @@ def test_untried_missing_and_absent_sglang_are_told(tmp_path: Path, caplog):
         require_version(Path(sys.executable))
     with pytest.raises(ConfigError, match=r"nowhere .*cannot be run.*make sglang-env"):
         require_version(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def _same_records() -> Iterator[None]:
+    before = logging.getLogRecordFactory()
+    yield
+    logging.setLogRecordFactory(before)
+
+
+def test_a_key_is_new_and_its_file_is_its_owners_from_the_first_moment(tmp_path: Path):
+    for name in ("a", "b"):
+        make_key_file(tmp_path / name)
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    keys = {read_key(tmp_path / name) for name in ("a", "b")}
+    assert len(keys) == 2
+    assert all(len(key) >= 32 and key.isascii() and not key.isspace() for key in keys)
+    with pytest.raises(FileExistsError):
+        make_key_file(tmp_path / "a")
+    assert build_headers(None) == {}
+
+
+def test_a_server_without_a_key_has_no_more_arguments():
+    assert take_key_arguments({}) == []
+
+
+@pytest.mark.usefixtures("_same_records")
+def test_log_records_do_not_have_the_key(caplog):
+    hide_in_log_records("secret/key")
+    with caplog.at_level(logging.INFO):
+        logging.getLogger("any").info("args=%s of %s", {"api_key": "secret/key"}, "secret/key")
+        logging.getLogger("any").info("all %d%%", 5)
+    assert caplog.messages == [f"args={{'api_key': '{HIDDEN}'}} of {HIDDEN}", "all 5%"]
+
+
+PROGRAM = """
+import argparse, logging, os, sys
+from pathlib import Path
+logging.basicConfig(level=logging.INFO, force=True, stream=sys.stdout, format="%(message)s")
+key = Path(os.environ["KEY"]).read_text()
+parser = argparse.ArgumentParser()
+parser.add_argument("word")
+parser.add_argument("--api-key")
+assert vars(parser.parse_args()) == {"word": "one", "api_key": key}, sys.argv
+assert key.encode() not in Path("/proc/self/cmdline").read_bytes()
+assert "DRAFTWORKS_SGLANG_KEY_FILE" not in os.environ
+logging.getLogger("server").info(f"server_args={sys.argv}")
+"""
+
+
+def test_a_program_has_the_key_in_its_arguments_alone(tmp_path: Path, monkeypatch):
+    make_key_file(tmp_path / "key")
+    (tmp_path / "key").write_text("-" + read_key(tmp_path / "key"))  # as one of 64 begins
+    for name in (VARIABLE, "KEY"):
+        monkeypatch.setenv(name, str(tmp_path / "key"))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, *child_lifetime.build_command(tmp_path, "program"), "one"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"'--api-key={HIDDEN}'" in done.stdout
+    assert read_key(tmp_path / "key") not in done.stdout + done.stderr
+
+
+RECORDED = Path(__file__).parent / "recorded"
+ANSWERS = json.loads((RECORDED / "generate_eagle3.json").read_text())
+INFO = json.loads((RECORDED / "server_info_eagle3.json").read_text())
+BEFORE, AFTER = ((RECORDED / f"metrics_{when}.txt").read_text() for when in ("before", "after"))
+
+
+def answer(name: str, **meta: Any) -> dict[str, Any]:
+    recorded = ANSWERS[name]
+    return {**recorded, "meta_info": {**recorded["meta_info"], **meta}}
+
+
+def test_every_token_of_an_answer_is_accounted_for():
+    for name in ("whole", "cut", "one_token"):
+        found = SpeculatedAnswer.of(ANSWERS[name])
+        accepted = found.list_accepted_per_pass()
+        assert len(accepted) == found.passes
+        # The prefill gave the first; a pass gives what it accepted and the target's own, which may be past the end.
+        assert len(found.output_ids) - 1 - found.passes <= sum(accepted) <= len(found.output_ids) - 1
+
+
+def test_what_was_accepted_beyond_the_end_of_an_answer_does_not_count():
+    found = SpeculatedAnswer.of(ANSWERS["whole"])
+    assert (found.passes, found.histogram) == (14, (8, 1, 3, 2))
+    assert sum(found.list_accepted_per_pass()) == 12  # 13 by the server: 1 + 13 + 14 is two more than the 26 tokens
+    assert sum(SpeculatedAnswer.of(ANSWERS["cut"]).list_accepted_per_pass()) == 4
+
+
+def test_counters_of_requests_and_of_the_server_are_the_same():
+    answers = [SpeculatedAnswer.of(ANSWERS[name]) for name in ("whole", "cut", "one_token")]
+    counted = Counters.of_metrics(AFTER).subtract(Counters.of_metrics(BEFORE))
+    assert counted.passes == sum(found.passes for found in answers) == 18
+    assert counted.tokens == sum(len(found.output_ids) for found in answers) == 36
+
+
+def test_a_counter_that_has_counted_nothing_yet_is_0_and_an_unknown_one_an_error():
+    fresh = "\n".join(line for line in AFTER.splitlines() if line.startswith("#"))
+    assert Counters.of_metrics(fresh) == Counters(0, 0)
+    with pytest.raises(EngineError, match="metrics have no sglang:spec_verify_calls_total"):
+        read_metric(AFTER.replace("spec_verify_calls", "spec_calls"), "sglang:spec_verify_calls_total")
+
+
+def test_ranks_of_a_data_parallel_server_count_together():
+    line = next(line for line in AFTER.splitlines() if line.startswith("sglang:spec_verify_calls_total"))
+    assert read_metric(f"{AFTER}{line}\n", "sglang:spec_verify_calls_total") == 48
+
+
+def test_the_server_info_says_how_many_tokens_are_verified_and_accepted_on_average():
+    assert read_verified_tokens(INFO) == 6
+    assert read_accept_length(INFO) == pytest.approx(1.7438, abs=1e-4)
+    assert read_accept_length({"internal_states": [{}]}) is None
+    with pytest.raises(EngineError, match="runs without speculative decoding"):
+        read_verified_tokens({"speculative_num_draft_tokens": None})
+
+
+def test_an_answer_without_counters_is_refused():
+    plain = {**ANSWERS["whole"], "meta_info": {**ANSWERS["one_token"]["meta_info"], "completion_tokens": 26}}
+    with pytest.raises(EngineError, match="without counters of speculative decoding"):
+        SpeculatedAnswer.of(plain)
+    with pytest.raises(EngineError, match="spec_verify_ct is 15, and the histogram .* has 14 passes"):
+        SpeculatedAnswer.of(answer("whole", spec_verify_ct=15))
+    with pytest.raises(EngineError, match="aborted a request: out of memory"):
+        SpeculatedAnswer.of(answer("whole", finish_reason={"type": "abort", "message": "out of memory"}))
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> JobServers:
+    return JobServers(make_servers_folder(tmp_path), "127.0.0.1", rank=0, world_size=3)
+
+
+def read_urls(servers: JobServers) -> dict[ServerSlot, str]:
+    addresses = {slot: servers.read_address(name) for slot, name in servers.list_names().items()}
+    return {slot: address.url for slot, address in addresses.items() if address is not None}
+
+
+def test_every_job_has_a_folder_and_a_key_of_its_own_which_only_the_owner_reads(tmp_path: Path, first):
+    second = replace(first, folder=make_servers_folder(tmp_path))
+    assert first.read_key() != second.read_key()
+    assert first.folder.stat().st_mode & 0o777 == 0o700
+    assert first.key_file.stat().st_mode & 0o777 == 0o600
+    remove_servers_folders(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_was_started_again_has_a_new_name_and_one_address(first):
+    other = replace(first, rank=2)
+    first.publish(0, ServerAddress("http://a:1", "/spool"))
+    first.publish(1, ServerAddress("http://a:2", "/spool"))
+    before = other.list_names()
+    assert read_urls(other) == {ServerSlot(0, 0): "http://a:1", ServerSlot(0, 1): "http://a:2"}
+    first.publish(0, ServerAddress("http://a:3", "/spool"))
+    assert read_urls(other) == {ServerSlot(0, 0): "http://a:3", ServerSlot(0, 1): "http://a:2"}
+    assert other.list_names()[ServerSlot(0, 0)] != before[ServerSlot(0, 0)]
+    assert other.read_address(before[ServerSlot(0, 0)]) is None
+    first.withdraw(0)
+    first.withdraw(0)
+    assert read_urls(other) == {ServerSlot(0, 1): "http://a:2"}
+
+
+def test_peers_are_the_servers_of_other_ranks(first):
+    slots = [ServerSlot(0, 0), ServerSlot(0, 1), ServerSlot(2, 0), ServerSlot(2, 1)]
+    assert list(replace(first, rank=1).list_peer_slots(2)) == slots
+
+
+def test_ranks_that_only_serve_learn_when_to_begin_and_when_to_end(first):
+    assert (first.is_requested, first.is_over) == (False, False)
+    first.request_service()
+    assert (first.is_requested, first.is_over) == (True, False)
+    first.end_service()
+    assert first.is_over
+
+
+def test_nothing_is_published_in_a_folder_that_rank_0_has_removed(tmp_path: Path, first):
+    remove_servers_folders(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        first.publish(0, ServerAddress("http://a:1", "/spool"))
+    first.withdraw(0)
+    assert (first.list_names(), first.is_over, first.is_requested) == ({}, True, False)
+    assert list(tmp_path.iterdir()) == []
