@@ -33,8 +33,6 @@ from draftworks.programs.program import ProgramContext
 from draftworks.programs.regenerate import regenerate
 from draftworks.programs.train import train
 
-STRATEGIES = ("eagle3", "dflash", "peagle", "domino", "dspark", "lilicorr", "dflash2", "xpress")
-"""Each of any target; `mtp` is of targets with such a layer."""
 TRAINING = TrainingSpec(
     global_batch_size=4, micro_batch_size=2, epochs=2, lr=5e-3, compute_dtype="float32", device="cpu", eval_every=4
 )
@@ -44,7 +42,7 @@ TRAINING = TrainingSpec(
 @pytest.mark.parametrize(
     ("name", "strategy"),
     gate_or_long(
-        zip(FAMILIES, STRATEGIES * 3), lambda case: case[0] in ("qwen3", "qwen3_next", "gemma3", "deepseek_v3")
+        zip(FAMILIES, [*DRAFT_OPTIONS] * 3), lambda case: case[0] in ("qwen3", "qwen3_next", "gemma3", "deepseek_v3")
     ),
 )
 def test_a_draft_is_made_and_exported(
