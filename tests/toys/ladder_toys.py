@@ -15,12 +15,16 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from draftworks.capture.engines.hf import HFTargetEngine
+from draftworks.config.decoding import GREEDY
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.evaluation.ladder.decoding import DecodingLimits, decode
+from draftworks.evaluation.ladder.loop import DecodingLoop, Prompt
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.features.contracts import TrainBatch
 from draftworks.storage.identity import EngineIdentity, LayerTap
 
@@ -122,6 +126,23 @@ def make_draft(name: str, parts: TargetParts, samples: list[Sample], **options: 
     counts = np.bincount([token for sample in samples for token in sample.answer], minlength=parts.vocab_size)
     vocab = build_vocab_mapping(counts, SERVED) if spec.uses_vocab_mapping else None
     return spec.load_factory()(chosen, parts, vocab, 1)
+
+
+def require_walk_equals_loop(ladder: Ladder) -> list[PromptAcceptance]:
+    """Require it count for count, but for near ties, and return what the loop counted: the gated delta rule of transformers
+    is fp32 whatever the model's dtype is."""
+    names = {sample.name for sample in ladder.samples}
+    walked = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
+    loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
+    prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
+    found = loop.measure(prompts, GREEDY, {one.walk.sample_id: one.first_answer for one in walked})
+    assert all(one.gap is not None and one.gap < 1e-4 for one in found.differences)
+    tied = {one.sample_id for one in found.differences}
+    assert len(tied) < 2
+    walks = {one.walk.sample_id: one.walk for one in walked}
+    assert all(walks[one.sample_id] == one for one in found.prompts if one.sample_id not in tied)
+    assert sum(one.accepted for one in found.prompts) > 5
+    return list(found.prompts)
 
 
 def _teach(ladder: Ladder, steps: int) -> None:

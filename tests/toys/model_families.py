@@ -59,7 +59,9 @@ _SIGLIP = {
 
 TAPS = [2, 3, 4]
 _BLOCKS = {"block_size": 4, "num_layers": 1, "num_anchors": 16, "layer_ids": TAPS, "mask_token_id": 3}
-DRAFT_OPTIONS = {name: {**list_options(name, _BLOCKS), "layer_ids": TAPS} for name in find_cases()}
+DRAFT_OPTIONS = {
+    name: {**list_options(name, _BLOCKS), **cases.exported, "layer_ids": TAPS} for name, cases in find_cases().items()
+}
 """A small draft of each strategy that trains for any target. (MTP is for those with a layer of their own: see mtp_toys.)"""
 for _options in DRAFT_OPTIONS.values():
     _options.update({"draft_vocab_size": 64} if "draft_vocab_size" in _options else {})
