@@ -3,28 +3,23 @@
     python benchmarks/fleet_year.py                                  # three years of 100 targets
     python benchmarks/fleet_year.py --targets 20 --seeds 1 --json OUT.json
 
-The fleet is that of tests/toys/fleet_*.py, where the true acceptance of every draft is known.
+The fleet is that of the modules fleet_*.py beside this one, where the true acceptance of every draft is known.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from fleet_figures import Figures, simulate
+from fleet_simulation import Settings
 from rich.console import Console
 from rich.table import Table
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "toys")]
-
-figures, simulation = import_module("fleet_figures"), import_module("fleet_simulation")
 
 FIRST_SEED = 10
 
@@ -37,15 +32,15 @@ def main(
     resamples: Annotated[int, typer.Option(min=1)] = 500,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    found: list[Any] = []
+    found: list[Figures] = []
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         with tempfile.TemporaryDirectory() as folder:
-            settings = simulation.Settings(seed, targets, days, step_hours, resamples)
-            found.append(figures.simulate(settings, Path(folder)).figures)
+            settings = Settings(seed, targets, days, step_hours, resamples)
+            found.append(simulate(settings, Path(folder)).figures)
         if json_path is not None:
             json_path.write_text(json.dumps([asdict(each) for each in found], indent=1))
     table = Table("", *(f"seed {FIRST_SEED + number}" for number in range(seeds)))
-    for name in figures.Figures.__dataclass_fields__:
+    for name in Figures.__dataclass_fields__:
         table.add_row(name.replace("_", " "), *(format_value(getattr(each, name)) for each in found))
     Console(width=118).print(table)
 

@@ -32,7 +32,7 @@ FILES = (
     ),
     *(f"tests/stream/test_stream_{name}.py" for name in ("control_server", "consumer_lease", "sqlite_database")),
     *(f"tests/capture/engines/test_capture_sglang_{name}.py" for name in ("engine", "job", "replicas", "balancing")),
-    "tests/capture/test_capture_background.py",
+    "tests/capture/test_capture_in_flight.py",
     "tests/capture/test_capture_in_flight.py",
     "tests/preflight/installation",
     "tests/service/test_service_hook.py",

@@ -1,4 +1,6 @@
-"""Labels, prompts and continuations agree with the target's chat template, byte by byte."""
+"""Labels, prompts and continuations agree with the target's chat template, byte by byte.
+Templates of models that think: the switch, and answers known by their text.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import pytest
 from chat_tokenizers import list_runs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thinking import THINKING_TEMPLATE, thinking_target
 from transformers import AutoTokenizer
 
 from draftworks.config.plain_config import read_plain_config
@@ -329,3 +332,61 @@ def test_a_tokenizer_that_needs_code_of_its_own_is_refused_in_these_words(tiny_t
     with pytest.raises(DataError, match="it needs code of its own, which is never run") as caught:
         ChatTokenizer.load(tiny_target.model_copy(update={"tokenizer": str(tmp_path)}))
     assert "trust_remote_code" not in str(caught.value)
+
+
+ASKED = [Turn("user", "What is a pipe?")]
+
+
+@pytest.fixture
+def target(tiny_target: TargetFiles, tmp_path: Path) -> TargetFiles:
+    return thinking_target(tiny_target, tmp_path)
+
+
+def prompt(chat: ChatTokenizer, turns: list[Turn]) -> str:
+    return chat._tokenizer.decode(chat.encode_prompt(turns))
+
+
+def test_the_switch_reaches_the_template(target):
+    by_default, on, off = (ChatTokenizer.load(target, thinking) for thinking in (None, True, False))
+    assert prompt(on, ASKED) == prompt(by_default, ASKED)
+    assert prompt(off, ASKED) == prompt(on, ASKED) + "<think>\n\n</think>\n\n"
+    assert (on.template_options, off.template_options) == ({"enable_thinking": True}, {"enable_thinking": False})
+
+
+def test_a_switch_of_another_name_is_found(target):
+    path = Path(target.chat_template)
+    path.write_text(THINKING_TEMPLATE.replace("enable_thinking", "thinking"))
+    assert ChatTokenizer.load(target, False).template_options == {"thinking": False}
+
+
+def test_a_template_without_a_switch_refuses_the_choice(tiny_target):
+    for thinking in (True, False):
+        with pytest.raises(
+            ConfigError, match=r"no switch for thinking \(none of enable_thinking, thinking .*leave responses"
+        ):
+            ChatTokenizer.load(tiny_target, thinking)
+
+
+def test_what_the_template_is_told_is_part_of_the_digest(target):
+    assert len({ChatTokenizer.load(target, thinking).digest for thinking in (None, True, False)}) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@QUICK
+@given(conversation=conversations())
+def test_prompt_and_answer_from_text_spell_the_rendered_conversation(chats, family, conversation):
+    chat = chats[f"{family}-plain"]
+    turns = list(conversation.turns)
+    if family != "qwen":
+        turns[-1] = Turn("assistant", turns[-1].content.strip())
+    end = "<|im_end|>" if family == "qwen" else "<|eot_id|>"
+    spelt = "".join(
+        chat._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        for ids in (chat.encode_prompt(turns[:-1]), chat.encode_answer(turns, ended=True))
+    )
+    assert chat.render(turns).startswith(spelt)
+    assert spelt.endswith(turns[-1].content + end)
+    assert (
+        chat.encode_answer(turns, ended=False)
+        == chat._tokenizer(turns[-1].content, add_special_tokens=False)["input_ids"]
+    )

@@ -1,4 +1,6 @@
-"""Masks, groups and flex's tiles, all made of the bounds of seen keys, say of every query and key what the rule says."""
+"""Masks, groups and flex's tiles, all made of the bounds of seen keys, say of every query and key what the rule says.
+Documents of a row: where they begin and end, and that nothing looks beyond.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from itertools import product
 import pytest
 import torch
 from coverings import gate_or_long
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
@@ -14,7 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from draftworks.drafts import attention
 from draftworks.drafts.anchors import Blocks, place_blocks
 from draftworks.drafts.attention import TILE, DraftAttention, GroupMasks, KeyValue, SeenKeys, Window
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.documents import ActivePositions, Documents, Run
+from draftworks.drafts.objectives import make_teacher_plan, specforge_label_mask, token_mean_label_mask
 from draftworks.strategies.peagle.chains import Chains
 
 ROWS = {
@@ -195,3 +200,120 @@ def test_auto_is_flex_for_many_tokens_where_flex_works(monkeypatch, works, ancho
     nothing = KeyValue(torch.zeros(1), torch.zeros(1))
     DraftAttention(blocks.make_seen_keys(64))(torch.zeros(1, 2, 4 * anchors, 8), nothing, nothing, None)
     assert taken == [expected]
+
+
+MASKS = [[[0, 1, 1], [1, 0, 1]], [[1, 1, 1], [1, 1, 1]], [[0, 0, 0], [0, 0, 0]]]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_spread_puts_rows_back_where_take_found_them(mask):
+    mask = torch.tensor(mask, dtype=torch.bool)
+    active = ActivePositions.where(mask)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(active.gather(x), x[mask])
+    assert torch.equal(active.scatter(active.gather(x)), x * mask[..., None])
+    torch.autograd.gradcheck(active.gather, x)
+    torch.autograd.gradcheck(active.scatter, x[mask].detach().requires_grad_())
+
+
+def test_renumber_gives_places_and_keeps_minus_one():
+    active = ActivePositions.where(torch.tensor([[False, True, True], [True, False, True]]))
+    assert active.renumber(torch.tensor([[5, 1, -1], [2, 3, 1]])).tolist() == [[3, 0, -1], [1, 2, 0]]
+
+
+@pytest.mark.parametrize("distance", [0, 1, 7])
+@pytest.mark.parametrize("mask", [[[0, 1, 1, 0, 1], [1, 0, 1, 0, 1]], [[1] * 5] * 2])
+def test_rows_taken_ahead_are_those_so_many_positions_after(mask, distance):
+    mask, values = torch.tensor(mask, dtype=torch.bool), torch.arange(10).view(2, 5, 1)
+    taken = ActivePositions.where(mask).shift(distance, Documents.from_lengths((2, 3))).gather(values)
+    last = [1, 1, 4, 4, 4]
+    expected = [5 * row + min(place + distance, last[place]) for row, place in mask.nonzero().tolist()]
+    assert taken.flatten().tolist() == expected
+
+
+def test_looking_ahead_ends_with_the_document_that_a_row_is_in():
+    documents = Documents.from_lengths((2, 3))
+    active = ActivePositions.where(torch.tensor([[True, True, False, True, False], [False, True, True, False, True]]))
+    assert active.shift(0, documents).index.tolist() == active.index.tolist() == [0, 1, 3, 6, 7, 9]
+    assert active.shift(1, documents).index.tolist() == [1, 1, 4, 6, 8, 9]
+    assert active.shift(7, documents).index.tolist() == [1, 1, 4, 6, 9, 9]
+
+
+lengths = st.lists(st.integers(1, 7), min_size=1, max_size=6).map(tuple)
+
+
+@given(lengths)
+def test_every_place_knows_its_document(lengths):
+    documents = Documents.from_lengths(lengths)
+    places = [(number, place) for number, length in enumerate(lengths) for place in range(length)]
+    assert documents.document_ids.tolist() == [number for number, _ in places]
+    assert documents.positions.tolist() == [place for _, place in places]
+    assert documents.begins.tolist() == [sum(lengths[:number]) for number, _ in places]
+    assert documents.ends.tolist() == [sum(lengths[: number + 1]) for number, _ in places]
+
+
+@given(lengths, st.integers(0, 9), st.booleans())
+def test_ahead_is_ahead_in_every_document_by_itself(lengths, distance, mask):
+    documents = Documents.from_lengths(lengths)
+    values = torch.arange(1, 2 * sum(lengths) + 1).view(2, -1)
+    values = values % 2 == 0 if mask else values
+    fill = False if mask else -1
+    expected = [part[distance:] + [fill] * min(distance, len(part)) for part in _lists(documents.split(values))]
+    assert _lists(documents.split(documents.shift_left(values, distance, fill))) == expected
+
+
+@given(lengths)
+def test_runs_are_the_documents_in_order_with_equal_neighbours_together(lengths):
+    runs = Documents.from_lengths(lengths).runs
+    assert tuple(run.length for run in runs for _ in range(run.count)) == lengths
+    assert [run.begin for run in runs] == [sum(r.count * r.length for r in runs[:i]) for i in range(len(runs))]
+    assert all(first.length != second.length for first, second in zip(runs, runs[1:]))
+
+
+def test_a_row_that_is_one_document_is_one_run():
+    assert Documents.from_lengths((9,)).runs == (Run(0, 1, 9),)
+
+
+def _lists(parts: list[torch.Tensor]) -> list[list]:
+    return [part.tolist() for part in parts]
+
+
+masks = st.lists(st.booleans(), min_size=1, max_size=12)
+
+
+def test_token_mean_supervises_what_a_server_would_propose():
+    # tokens:              0  1  2  3  4  5  6       the answer is 2, 3, 4
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0]]).bool()
+    label_mask = token_mean_label_mask(mask, 3).int().tolist()
+    assert label_mask[0] == [[0, 1, 1, 0, 0, 0, 0]]  # after the target said 2, row 1 proposes 3; row 2 proposes 4
+    assert label_mask[1] == [[0, 1, 0, 0, 0, 0, 0]]  # row 1 goes on to 4; row 2 would propose 5, beyond the answer
+    assert label_mask[2] == [[0, 0, 0, 0, 0, 0, 0]]
+
+
+def test_specforge_gates_are_the_mask_shifted_by_the_step():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0]]).bool()
+    label_mask = specforge_label_mask(mask, 3).int().tolist()
+    assert label_mask == [[[0, 0, 1, 1, 1, 0, 0]], [[0, 1, 1, 1, 0, 0, 0]], [[1, 1, 1, 0, 0, 0, 0]]]
+
+
+@given(masks, st.integers(1, 14))
+def test_a_row_supervised_at_a_step_was_supervised_at_every_earlier_one(mask, steps):
+    label_mask = token_mean_label_mask(torch.tensor([mask]), steps)
+    assert label_mask.shape == (steps, 1, len(mask))
+    assert all((later <= earlier).all() for earlier, later in zip(label_mask, label_mask[1:]))
+
+
+@given(masks, masks, st.integers(1, 14), st.booleans())
+def test_teacher_plan_lists_every_gated_row_once_under_its_teacher_position(first, second, steps, specforge):
+    length = max(len(first), len(second))
+    mask = torch.tensor([row + [False] * (length - len(row)) for row in (first, second)])
+    mask[:, -1] &= not specforge
+    label_mask = (specforge_label_mask if specforge else token_mean_label_mask)(mask, steps)
+    plan = make_teacher_plan(label_mask)
+    for step in range(steps):
+        taught = plan.draft_positions[step] >= 0
+        rows = plan.draft_positions[step][taught]
+        assert rows.tolist() == label_mask[step].flatten().nonzero().squeeze(1).tolist()
+        assert (plan.teacher_positions[taught] == rows + 1 + step).all()
+        assert (plan.teacher_positions[taught] // length == rows // length).all()
+    assert ((plan.draft_positions >= 0).any(0)).all()

@@ -1,7 +1,11 @@
-"""Blocks compiled once serve batches of all shapes: torch compiles a function a few times, and then runs it as it is."""
+"""Blocks compiled once serve batches of all shapes: torch compiles a function a few times, and then runs it as it is.
+What is compiled for many kinds of arguments is, and flex attention that cannot be compiled says why.
+"""
 
 from __future__ import annotations
 
+import logging
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +14,8 @@ from coverings import gate_or_long
 from objective_toys import HIDDEN, Case, strategy_of
 from torch import fx
 
+from draftworks.drafts import flex
+from draftworks.drafts.layers import compile_for_many_kinds
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
 from draftworks.training.trainer import compile_blocks
@@ -56,3 +62,38 @@ def test_batches_of_other_shapes_need_no_other_code(case: Case) -> None:
     assert compile_blocks(strategy, torch.device("cpu"), recorded)
     assert compiled_for(*SEEN) > 1
     assert compiled_for(*NEW) == 0
+
+
+KINDS = [torch.ones([2] * dimensions) for dimensions in range(1, 13)]
+
+
+def test_more_kinds_of_arguments_than_torch_allows_by_itself_are_compiled():
+    ran = []
+
+    def recorded(graph, _inputs):
+        def run(*args):
+            ran.append(graph)
+            return graph.forward(*args)
+
+        return run
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    fast = compile_for_many_kinds(twice, backend=recorded)
+    assert all(torch.equal(fast(kind), kind * 2) for kind in KINDS)
+    assert len(ran) == len(set(ran)) == len(KINDS) > torch._dynamo.config.recompile_limit
+
+
+@pytest.mark.parametrize(
+    "fault", [subprocess.CalledProcessError(1, ["cc", "-I/usr/include"]), RuntimeError("no Triton")]
+)
+def test_flex_that_cannot_be_compiled_says_why(monkeypatch, caplog, fault):
+    def failing(*_args):
+        raise fault
+
+    monkeypatch.setattr(flex, "_flex_equals_sdpa", failing)
+    with caplog.at_level(logging.WARNING):
+        assert not flex.flex_works.__wrapped__(torch.device("cuda"), torch.bfloat16, 128)
+    assert type(fault).__name__ in caplog.text
+    assert "using sdpa, which is slower" in caplog.text

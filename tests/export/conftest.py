@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from export_toys import FORMATS, Toys
 from safetensors.torch import load_file
 from sglang_judge_process import SGLangJudge, running_judge
 from speculators_judge import Case, Findings, Question, judge
 
+from draftworks.export.exporting import export_draft
 from draftworks.export.readers.reader import TargetTensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,3 +60,18 @@ def sglang_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangJud
     python = ROOT / ".venv-sglang" / "bin" / "python"
     with running_judge(python, tmp_path_factory.mktemp("sglang-judge")) as judge:
         yield judge
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
+    """A target, a draft of each strategy by its name, and an export of it by that of each format, in fp32.
+
+    DSpark's has a gated head. P-EAGLE's has an embedding of its own; `shared` is one that has the target's, of `shared-draft`.
+    """
+    made = Toys.make(tmp_path_factory.mktemp("importing"))
+    for name, strategy in FORMATS.items():
+        options = {"markov_head_type": "gated"} if strategy == "dspark" else {}
+        export_draft(made.draft(strategy, name=strategy, **options), name, made.folder / name, "float32")
+    shared = made.draft("peagle", name="shared-draft", train_embeddings=False)
+    export_draft(shared, "speculators_peagle", made.folder / "shared", "float32")
+    return made

@@ -52,7 +52,8 @@ def judged(folder: Path) -> dict[str, Any]:
     unset = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
     model.lm_head = SimpleNamespace(weight=asked["head"], quant_method=None, org_vocab_size=len(asked["head"]))
     questions = range(sum(name.startswith("anchor.") for name in asked))
-    return {"unset": unset, "answers": [said(model, asked, question) for question in questions]}
+    answers = [said(model, asked, question) for question in questions]
+    return {"unset": unset, **{what: [answer[what] for answer in answers] for what in ("tokens", "drawn", "q")}}
 
 
 def judge(folders: list[Path], work: Path) -> list[dict[str, Any]]:

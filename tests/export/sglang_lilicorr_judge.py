@@ -1,6 +1,6 @@
 """Runs SGLang's model on exported LiLiCorr drafts: a judge of sglang_judge.py, under SGLang's own Python.
 
-Beside each FOLDER lies FOLDER.safetensors with the questions of `tests/toys/sglang_questions.py`. SGLang's model loads the
+Beside each FOLDER lies FOLDER.safetensors with the questions of `test_export_sglang_blocks.py`. SGLang's model loads the
 files and runs the block, with its convolutions if it has them; its head takes the best path through the candidates. Only
 attention is not SGLang's: on a CPU it has no kernel that goes without a server. Returns for every folder `tokens`
 for every question, and `unset`, the parameters that no file gave a value.

@@ -1,22 +1,36 @@
-"""Every draft that a format can hold passes every gate in it; what it cannot hold is refused with the reason."""
+"""Every draft that a format can hold passes every gate in it; what it cannot hold is refused with the reason.
+Layer ids by format: the table of conventions for a target of 36 layers, and what is refused.
+Checkpoints of other software: whole, from their folder alone, or one clear error.
+Targets that scale their embeddings: formats whose servers look up unscaled ones are refused for block drafts.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from export_toys import FORMATS, LLAMA3_ROPE, VOCAB, Toys
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen3Config
 
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export import exporting
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.checkpoint_files import CONFIG, INDEX, WEIGHTS, read_checkpoint
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import choose_formats, export_draft
+from draftworks.export.gates import compare_with_reader
+from draftworks.export.importing import import_draft
+from draftworks.export.layer_ids import from_format, to_format
+from draftworks.storage.identity import LayerTap
 
 
 @pytest.fixture
@@ -252,3 +266,141 @@ def test_altered_weights_are_refused(toys: Toys):
     path.write_bytes(content)
     with pytest.raises(StoreError, match="altered: expected digest"):
         CanonicalDraft.load(draft.folder, toys.target)
+
+
+EAGLE3 = [LayerTap(2), LayerTap(18), LayerTap(33)]
+DFLASH = [LayerTap(2), LayerTap(10), LayerTap(18), LayerTap(26), LayerTap(34)]
+
+TABLE = [
+    ("speculators_eagle3", EAGLE3, [2, 18, 33]),  # vLLM's own default for 36 layers: [2, n // 2, n - 3]
+    ("speculators_peagle", EAGLE3, [2, 18, 33]),
+    ("sglang_eagle3", EAGLE3, [1, 17, 32]),  # SpecForge's default: [1, n // 2 - 1, n - 4]
+    ("speculators_dflash", DFLASH, [2, 10, 18, 26, 34]),
+    ("zlab_dflash", DFLASH, [1, 9, 17, 25, 33]),  # as in the published draft for Qwen3-8B
+    ("zlab_dflash2", DFLASH, [1, 9, 17, 25, 33]),
+    ("speculators_dflash2", DFLASH, [2, 10, 18, 26, 34]),
+    ("zlab_domino", DFLASH, [1, 9, 17, 25, 33]),
+    ("zlab_dspark", DFLASH, [1, 9, 17, 25, 33]),  # as in the published recipes for Qwen3-4B
+    ("speculators_dspark", DFLASH, [2, 10, 18, 26, 34]),
+    ("speculators_xpress", DFLASH, [2, 10, 18, 26, 34]),
+    ("sglang_lilicorr", DFLASH, [1, 9, 17, 25, 33]),
+]
+
+
+@pytest.mark.parametrize(("export_format", "taps", "ids"), TABLE)
+def test_ids_are_those_of_the_published_drafts_for_36_layers(export_format, taps, ids):
+    assert to_format(export_format, taps) == ids
+    assert from_format(export_format, ids) == tuple(taps)
+
+
+@pytest.mark.parametrize("export_format", FORMATS)
+def test_ids_lead_back_to_the_layers_in_every_format(export_format):
+    assert from_format(export_format, to_format(export_format, EAGLE3)) == tuple(EAGLE3)
+
+
+@pytest.mark.parametrize("export_format", [row[0] for row in TABLE])
+@pytest.mark.parametrize("ids", [[], [3, 2], [2, 2], [-1, 4], [1, True], [1.0, 2]])
+def test_ids_that_do_not_name_columns_of_fc_are_refused(export_format, ids):
+    with pytest.raises(ConfigError, match="expected ascending integers"):
+        from_format(export_format, ids)
+
+
+@pytest.mark.parametrize("export_format", ["sglang_eagle3", "zlab_dflash"])
+def test_the_embeddings_have_no_id_where_layers_are_counted_by_their_output(export_format):
+    with pytest.raises(ConfigError, match=r"found \[-1, 4\]"):
+        to_format(export_format, [LayerTap(0), LayerTap(5)])
+
+
+def test_an_unknown_format_is_answered_with_the_closest_ones():
+    with pytest.raises(ConfigError, match="did you mean zlab_dflash"):
+        to_format("z-lab_dflash", EAGLE3)
+
+
+def test_layer_ids_need_no_torch():
+    code = "import sys, draftworks.export.layer_ids; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def save_shard(path: Path, *names: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: torch.ones(2) for name in names}, path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / CONFIG).write_text("{}")
+    return tmp_path / "draft"
+
+
+def write_index(folder: Path, **shard_of: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": shard_of}))
+
+
+def test_shards_are_read_as_one_file_is(folder: Path):
+    save_shard(folder / WEIGHTS, "a", "b")
+    whole = read_checkpoint(folder).tensors
+    (folder / WEIGHTS).unlink()
+    save_shard(folder / "1.safetensors", "a")
+    save_shard(folder / "2.safetensors", "b")
+    write_index(folder, a="1.safetensors", b="2.safetensors")
+    assert read_checkpoint(folder).tensors.keys() == whole.keys()
+
+
+@pytest.mark.parametrize("shard", ["../1.safetensors", "inner/1.safetensors", "{}/1.safetensors", "1.safetensors\0"])
+def test_an_index_names_files_of_its_own_folder_only(folder: Path, shard: str):
+    for place in (folder, folder.parent, folder / "inner"):
+        save_shard(place / "1.safetensors", "a")
+    write_index(folder, a=shard.format(folder))
+    with pytest.raises(StoreError, match="is not the name of a file in this folder"):
+        read_checkpoint(folder)
+
+
+def test_an_index_and_its_files_hold_the_same_tensors(folder: Path):
+    save_shard(folder / "1.safetensors", "a")
+    write_index(folder, a="1.safetensors", b="1.safetensors")
+    with pytest.raises(StoreError, match="do not hold the same tensors"):
+        read_checkpoint(folder)
+
+
+BLOCKS = {"dflash": "zlab_dflash", "dflash2": "zlab_dflash2", "domino": "zlab_domino", "dspark": "zlab_dspark"}
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> Toys:
+    return Toys.make(tmp_path / "gemma", tied=True, model_type="gemma")
+
+
+@pytest.mark.parametrize("strategy", BLOCKS)
+def test_an_independent_reader_with_the_servers_embeddings_computes_the_same(gemma: Toys, strategy: str):
+    draft = gemma.draft(strategy)
+    assert draft.parts.embedding_scale == 4.0
+    result = export_draft(draft, BLOCKS[strategy], gemma.folder / "out", "float32")
+    assert result.passed
+    bare = replace(draft, parts=replace(draft.parts, embedding_scale=1.0))
+    found = compare_with_reader(gemma.folder / "out", BLOCKS[strategy], bare, draft.build_strategy(), torch.float32)
+    assert found.largest > 0.1
+
+
+@pytest.mark.parametrize("strategy", ["dflash", "dflash2", "dspark"])
+def test_formats_whose_loaders_look_up_unscaled_embeddings_are_left_out(gemma: Toys, strategy: str):
+    choice = choose_formats(gemma.draft(strategy))
+    assert choice.chosen == (BLOCKS[strategy],)
+    assert choice.refused == {
+        f"speculators_{strategy}": "the target multiplies its embeddings by 4, which this format's loaders do not do"
+    }
+
+
+def test_eagle3_reads_unscaled_embeddings_as_its_servers_do(gemma: Toys):
+    assert len(choose_formats(gemma.draft("eagle3")).chosen) == 2
+    assert export_draft(gemma.draft("eagle3"), "sglang_eagle3", gemma.folder / "out", "float32").passed
+
+
+def test_a_draft_that_was_trained_on_unscaled_embeddings_does_not_come_in(gemma: Toys, tmp_path: Path):
+    plain = Toys.make(tmp_path / "plain", tied=True)
+    export_draft(plain.draft("dflash"), "speculators_dflash", tmp_path / "peer", "float32")
+    import_draft(tmp_path / "peer", plain.target, tmp_path / "fits")
+    with pytest.raises(
+        ConfigError, match=r"multiplies its embeddings by 4.* trained on other embeddings than drafts here read"
+    ):
+        import_draft(tmp_path / "peer", gemma.target, tmp_path / "imported")

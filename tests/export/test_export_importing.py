@@ -5,53 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from export_toys import FORMATS, VOCAB, Toys, assert_same_draft
+from import_toys import Config, Tensors, changed, renamed
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from draftworks.config.run_files import VOCAB_FILE
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.errors import ConfigError, DraftworksError, StoreError
+from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
 from draftworks.export.importing import import_draft
-
-Tensors = dict[str, Tensor]
-Config = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
-    """A target, and an export of a plain draft in each format, in fp32."""
-    made = Toys.make(tmp_path_factory.mktemp("importing"))
-    for name, strategy in FORMATS.items():
-        export_draft(made.draft(strategy, name=strategy), name, made.folder / name, "float32")
-    return made
-
-
-def changed(
-    source: Path,
-    folder: Path,
-    tensors: Callable[[Tensors], Any] = lambda tensors: None,
-    config: Callable[[Config], Any] = lambda config: None,
-) -> Path:
-    """A copy with other tensors or another config.json, and without provenance, as from another trainer."""
-    folder.mkdir()
-    weights, values = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
-    values.pop("provenance", None)
-    tensors(weights)
-    config(values)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -77,14 +46,6 @@ def test_the_vocabulary_mapping_lies_beside_an_imported_draft(toys: Toys, tmp_pa
     assert (
         mapping.digest == imported.vocab.digest == CanonicalDraft.load(toys.folder / "eagle3", toys.target).vocab.digest
     )
-
-
-def renamed(old: str, new: str) -> Callable[[Tensors], None]:
-    def rename(tensors: Tensors) -> None:
-        for name in [name for name in tensors if name.startswith(old)]:
-            tensors[new + name.removeprefix(old)] = tensors.pop(name)
-
-    return rename
 
 
 def with_embedding(tensors: Tensors, toys: Toys) -> None:
@@ -217,132 +178,6 @@ def test_shards_are_imported(toys: Toys, tmp_path: Path):
     (source / "b.safetensors").unlink()
     with pytest.raises(StoreError, match=r"b\.safetensors: missing"):
         import_draft(source, toys.target, tmp_path / "refused")
-
-
-def absolute(tensors: Tensors) -> None:
-    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
-
-
-def absolute_alone(tensors: Tensors) -> None:
-    absolute(tensors)
-    del tensors["t2d"]
-
-
-def layer(**values: Any) -> Callable[[Config], Any]:
-    return lambda config: config["transformer_layer_config"].update(values)
-
-
-def having(**values: Any) -> Callable[[Config], Any]:
-    return lambda config: config.update(values)
-
-
-def nothing(_: Any) -> None:
-    return None
-
-
-REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any], str]] = {
-    "not a draft": (
-        "sglang_eagle3",
-        nothing,
-        having(architectures=["LlamaForCausalLM"]),
-        "not a draft format that Draftworks reads",
-    ),
-    "another strategy": ("speculators_eagle3", nothing, having(speculators_model_type="medusa"), "kind 'medusa'"),
-    "built on DFlash": (
-        "zlab_dflash",
-        nothing,
-        having(projector_type="lilicorr"),
-        "another strategy .* built on DFlash",
-    ),
-    "hidden size": ("sglang_eagle3", nothing, having(hidden_size=32), "hidden_size: expected 16, found 32"),
-    "vocabulary": ("speculators_eagle3", nothing, layer(vocab_size=41), "vocab_size: expected 40, found 41"),
-    "head size": ("zlab_dflash", nothing, having(head_dim=8), r"q_proj\.weight: expected \(32, 16\).*found \(24, 16\)"),
-    "epsilon": ("zlab_dflash", nothing, having(rms_norm_eps=-1.0), "rms_norm_eps: expected more than 0"),
-    "rope": (
-        "sglang_eagle3",
-        nothing,
-        having(rope_parameters=None, rope_theta=9.0, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        "rope_type: expected one of default, linear, llama3, yarn, found .dynamic",
-    ),
-    "two ropes": ("sglang_eagle3", nothing, having(rope_theta=9.0), "contradict each other in rope_theta"),
-    "tap outside": (
-        "speculators_dflash",
-        nothing,
-        having(aux_hidden_state_layer_ids=[2, 4, 8]),
-        r"layers \[8\] as hf_index: the target has 0\.\.7",
-    ),
-    "target depth": ("zlab_dflash", nothing, having(num_target_layers=36), "num_target_layers 36: the target has 8"),
-    "missing": ("zlab_dflash", lambda t: t.pop("fc.weight"), nothing, r"missing tensors: fc\.weight"),
-    "unknown": ("zlab_dflash", lambda t: t.update(extra=torch.ones(1)), nothing, "unknown tensors: extra"),
-    "shape": (
-        "zlab_dflash",
-        lambda t: t.update({"norm.weight": torch.ones(5)}),
-        nothing,
-        r"norm\.weight: expected \(16,\)",
-    ),
-    "twice": (
-        "sglang_eagle3",
-        lambda t: t.update({"model.norm.weight": torch.ones(16)}),
-        nothing,
-        r"norm\.weight is in the file twice",
-    ),
-    "not finite": ("zlab_dflash", lambda t: t["norm.weight"].fill_(torch.inf), nothing, r"not finite: norm\.weight"),
-    "absolute ids": ("sglang_eagle3", absolute, nothing, "d2t holds the target's ids themselves"),
-    "absolute ids alone": ("sglang_eagle3", absolute_alone, nothing, "d2t holds the target's ids themselves"),
-    "a third meaning of norm_output": (
-        "sglang_eagle3",
-        nothing,
-        having(norm_output=True, norm_output_means="vllm"),
-        "norm_output_means: expected specforge or sglang, found 'vllm'",
-    ),
-    "normed residual": ("sglang_eagle3", nothing, having(norm_before_residual=True), "norm_before_residual: true"),
-    "residual left open": (
-        "speculators_eagle3",
-        nothing,
-        lambda c: c.pop("norm_before_residual"),
-        "norm_before_residual is missing",
-    ),
-    "norm before fc": ("sglang_eagle3", nothing, having(norm_before_fc=True), "norm_before_fc: true"),
-    "norm without a tensor": (
-        "speculators_eagle3",
-        nothing,
-        having(norm_before_fc=True),
-        r"missing tensors: input_norm\.weight",
-    ),
-    "window of two sizes": (
-        "speculators_eagle3",
-        nothing,
-        layer(layer_types=["sliding_attention"]),
-        "names sliding_attention layers, but there is no sliding_window",
-    ),
-    "activation": ("zlab_dflash", nothing, having(hidden_act="gelu"), "hidden_act 'gelu'"),
-    "biases": ("speculators_dflash", nothing, layer(attention_bias=True), "attention_bias: drafts here have no biases"),
-    "reduced DFlash": ("speculators_dflash", nothing, having(draft_vocab_size=24), "draft_vocab_size 24 of 40"),
-    "window that the library forgets": (
-        "speculators_dflash",
-        nothing,
-        layer(sliding_window=4, layer_types=["sliding_attention"] * 2, use_sliding_window=False),
-        "sliding_attention layers without use_sliding_window",
-    ),
-    "sampled anchor": ("speculators_dflash", nothing, having(sample_from_anchor=True), "sample_from_anchor"),
-    "two layers": ("sglang_eagle3", nothing, having(num_hidden_layers=2), "EAGLE-3 drafts here have one layer"),
-    "no layers": (
-        "speculators_eagle3",
-        nothing,
-        lambda c: c.pop("transformer_layer_config"),
-        "transformer_layer_config is missing",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_no_draft_here_can_be_is_refused(toys: Toys, tmp_path: Path, name: str):
-    source, tensors, config, message = REFUSED[name]
-    folder = changed(toys.folder / source, tmp_path / "foreign", tensors, config)
-    with pytest.raises(DraftworksError, match=message) as caught:
-        import_draft(folder, toys.target, tmp_path / "imported")
-    assert str(folder) in str(caught.value)
-    assert not (tmp_path / "imported").exists()
 
 
 def test_pickled_weights_are_refused(toys: Toys, tmp_path: Path):

@@ -1,15 +1,22 @@
-"""What the readers compute from each format, and how the formats differ."""
+"""What the readers compute from each format, and how the formats differ.
+Rotary frequencies of the readers equal those of transformers, in either spelling of the config.
+Every draft that a format can hold passes every gate in it, and comes back as it was.
+"""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
+from coverings import gate_or_long
+from export_toys import CASES, Case, Toys, assert_same_draft
 from random_exports import (
     BLOCK_SIZE,
     DRAFT_VOCAB,
+    HEAD_DIM,
     NUM_DEPTHS,
     VOCAB,
     RandomExport,
@@ -27,10 +34,18 @@ from random_exports import (
     zlab_dspark,
 )
 from random_lilicorr import sglang_lilicorr
+from safetensors import safe_open
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftworks.errors import ConfigError, StoreError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.exporting import ExportResult, export_draft
 from draftworks.export.gates import open_export
+from draftworks.export.importing import import_draft
+from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors
+from draftworks.export.readers.rope import RopeTable, read_rope
 from draftworks.strategies.dflash.reader import DFlashReader
 
 
@@ -277,3 +292,121 @@ def test_a_folder_without_a_draft_and_an_unknown_format_are_refused(tmp_path, ti
         open_export("zlab_dflash", tmp_path, tiny_tensors)
     with pytest.raises(ConfigError, match="unknown export format 'gguf'"):
         open_export("gguf", tmp_path, tiny_tensors)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+SCALED = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "llama3", **LLAMA3},
+    {"rope_type": "yarn", **YARN},
+    {"rope_type": "yarn", **YARN, "beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 0.9},
+    {"rope_type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 0.4},
+]
+
+
+@pytest.fixture
+def read_table(tmp_path):
+    def of(**settings) -> RopeTable:
+        config = {name: value for name, value in {**sglang_eagle3().config, **settings}.items() if value is not ...}
+        return read_rope(ExportFolder(tmp_path, config, {}), "", HEAD_DIM)
+
+    return of
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_frequencies_are_those_of_transformers(scaling, read_table):
+    rope = {"rope_theta": 500.0, **scaling}
+    config = LlamaConfig(hidden_size=4 * HEAD_DIM, num_attention_heads=4, head_dim=HEAD_DIM, rope_parameters=rope)
+    inverse, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    ours = read_table(rope_parameters=rope)
+    torch.testing.assert_close(ours.inverse.float(), inverse, rtol=1e-5, atol=0)
+    assert ours.scaling == pytest.approx(factor)
+
+
+def test_unscaled_frequencies_fall_from_one_by_powers_of_theta(read_table):
+    inverse = read_table(rope_parameters={"rope_type": "default", "rope_theta": 81.0}).inverse
+    assert inverse[0] == 1
+    assert inverse[HEAD_DIM // 4] == pytest.approx(1 / 9)
+
+
+@pytest.mark.parametrize("scaling", [None, *SCALED])
+def test_the_spelling_of_transformers_4_says_the_same(scaling, read_table):
+    new = read_table(rope_parameters={"rope_type": "default", "rope_theta": 500.0, **(scaling or {})})
+    old = read_table(rope_parameters=..., rope_theta=500.0, rope_scaling=scaling)
+    assert torch.equal(old.inverse, new.inverse)
+    assert old.scaling == new.scaling
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_parameters": ..., "rope_theta": ...},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+)
+def test_no_rope_half_a_rope_and_one_that_depends_on_the_length_are_refused(settings, read_table):
+    with pytest.raises(StoreError, match=r"config\.json: rope_parameters: expected"):
+        read_table(**settings)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A draft in a format, with weights of that dtype."""
+
+    case: Case
+    dtype: str
+
+    def __str__(self) -> str:
+        """The test's id."""
+        return f"{self.case}-{self.dtype}"
+
+
+@dataclass(frozen=True)
+class Exported:
+    asked: Export
+    toys: Toys
+    draft: CanonicalDraft
+    result: ExportResult
+
+
+EXPORTS = [Export(case, dtype) for dtype in ("bfloat16", "float32") for case in CASES]
+
+
+def has_a_tied_target(export: Export) -> bool:
+    """One case of each format."""
+    return export.case.tied
+
+
+# A tensor that is not rounded shows in bfloat16 only. What is rounded against the wish shows in any case of a format.
+@pytest.fixture(
+    scope="module",
+    ids=str,
+    params=gate_or_long(EXPORTS, lambda export: export.dtype == "bfloat16" or has_a_tied_target(export)),
+)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    asked, folder = request.param, tmp_path_factory.mktemp("exported")
+    toys = asked.case.toys(folder)
+    draft = toys.draft(asked.case.strategy, **asked.case.options)
+    return Exported(asked, toys, draft, export_draft(draft, asked.case.format, folder / "out", asked.dtype))
+
+
+def test_every_gate_passes(exported: Exported):
+    assert [gate for gate in exported.result.gates if not gate.passed] == []
+    assert len(exported.result.gates) == 11
+    with safe_open(exported.result.path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        floating = {file.get_tensor(name).dtype for name in file.keys() if name not in ("d2t", "t2d")}  # noqa: SIM118
+    assert floating == {getattr(torch, exported.asked.dtype)}
+
+
+def test_what_was_exported_comes_back(exported: Exported, tmp_path: Path):
+    case, draft = exported.asked.case, exported.draft
+    imported = import_draft(exported.result.path, exported.toys.target, tmp_path / "imported")
+    found = CanonicalDraft.load(tmp_path / "imported", exported.toys.target)
+    assert_same_draft(found, draft, getattr(torch, exported.asked.dtype))
+    assert found.config["options"] == draft.config["options"]
+    assert (imported.format, imported.strategy) == (case.format, case.strategy)
+    assert found.build_strategy().drafter() is not None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from answer_toys import answering_run, conversation
 from coverings import gate_or_long
 from model_families import DRAFT_OPTIONS, FAMILIES, LAYERS, TAPS
+from mtp_toys import save_target_with_mtp
 
 from draftworks.config.registry_files import CaptureSpec, EvaluationSpec, LoopSpec, TrainingSpec
 from draftworks.config.run_files import (
@@ -31,8 +33,6 @@ from draftworks.programs.program import ProgramContext
 from draftworks.programs.regenerate import regenerate
 from draftworks.programs.train import train
 
-STRATEGIES = ("eagle3", "dflash", "peagle", "domino", "dspark", "lilicorr", "dflash2", "xpress")
-"""Each of any target; of targets with an MTP layer: test_programs_mtp."""
 TRAINING = TrainingSpec(
     global_batch_size=4, micro_batch_size=2, epochs=2, lr=5e-3, compute_dtype="float32", device="cpu", eval_every=4
 )
@@ -42,7 +42,7 @@ TRAINING = TrainingSpec(
 @pytest.mark.parametrize(
     ("name", "strategy"),
     gate_or_long(
-        zip(FAMILIES, STRATEGIES * 3), lambda case: case[0] in ("qwen3", "qwen3_next", "gemma3", "deepseek_v3")
+        zip(FAMILIES, [*DRAFT_OPTIONS] * 3), lambda case: case[0] in ("qwen3", "qwen3_next", "gemma3", "deepseek_v3")
     ),
 )
 def test_a_draft_is_made_and_exported(
@@ -60,11 +60,37 @@ def test_a_draft_is_made_and_exported(
     (tmp_path / "draft").mkdir()
     trained = train(TrainRun(out=tmp_path / "draft", train=train_set, training=TRAINING, **common), ProgramContext())
     assert trained["steps"] == 4
-    (tmp_path / "report").mkdir()
+    written = evaluate_and_export(tmp_path, common, train_set.tokens)
+    assert written["formats"]
+    unscaled = [each.name for each in resolve_strategy(strategy).exports if each.uses_unscaled_embeddings]
+    assert list(written["refused"]) == (unscaled if name.startswith("gemma") else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed"), gate_or_long([("qwen3_5_moe", None), ("deepseek_v3", 200)], [("deepseek_v3", 200)])
+)
+def test_an_mtp_layer_is_tuned_measured_and_exported(kind: str, packed: int | None, tmp_path: Path):
+    torch.set_num_threads(1)
+    target = save_target_with_mtp(kind, tmp_path / "target")
+    train_set, heldout = (
+        features(target, tmp_path / part, first, taps=()) for part, first in (("train", 0), ("heldout", 8))
+    )
+    common = {"target": target, "strategy": "mtp", "options": {}, "store": tmp_path / "store", "heldout": heldout}
+    (tmp_path / "draft").mkdir()
+    training = TRAINING.model_copy(update={"pack_tokens": packed})
+    trained = train(TrainRun(out=tmp_path / "draft", train=train_set, training=training, **common), ProgramContext())
+    assert trained["last_loss"] < trained["first_loss"]
+    written = evaluate_and_export(tmp_path, common, train_set.tokens)
+    assert "target_mtp" in written["formats"]
+
+
+def evaluate_and_export(folder: Path, common: dict[str, Any], train_tokens: Path) -> dict[str, Any]:
+    """Measure the draft in `folder / "draft"`, and return what its exports are."""
+    (folder / "report").mkdir()
     measured = EvaluateRun(
-        out=tmp_path / "report",
-        draft=tmp_path / "draft",
-        train_tokens=train_set.tokens,
+        out=folder / "report",
+        draft=folder / "draft",
+        train_tokens=train_tokens,
         evaluation=EvaluationSpec(resamples=100, loop=LoopSpec(prompts=2)),
         max_new_tokens=12,
         device="cpu",
@@ -74,13 +100,11 @@ def test_a_draft_is_made_and_exported(
     assert report["label_agreement"] == 1.0
     assert report["drafts"]["trained"]["eval/rung3_walk_acc_len"] >= 0
     assert report["drafts"]["trained"]["eval/rung4_loop_t0_acc_len"] >= 0
-    (tmp_path / "export").mkdir()
-    run = ExportRun(out=tmp_path / "export", target=target, draft=tmp_path / "draft")
+    (folder / "export").mkdir()
+    run = ExportRun(out=folder / "export", target=common["target"], draft=folder / "draft")
     written = export(run, ProgramContext())
     assert all(result["passed"] for result in written["formats"].values()), written
-    assert written["formats"]
-    unscaled = [each.name for each in resolve_strategy(strategy).exports if each.uses_unscaled_embeddings]
-    assert list(written["refused"]) == (unscaled if name.startswith("gemma") else [])
+    return written
 
 
 def features(target: TargetFiles, folder: Path, first: int, taps: Sequence[int] = TAPS) -> FeatureSet:

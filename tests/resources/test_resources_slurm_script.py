@@ -1,4 +1,7 @@
-"""The batch script of a Slurm job: its options, and that a shell takes it."""
+"""The batch script of a Slurm job: its options, and that a shell takes it.
+What Slurm's records say of plain jobs and of arrays.
+What Slurm's commands print, as values and errors; a shell script stands for each command.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from draftworks.config.launchers import SlurmLauncherSpec
-from draftworks.errors import ConfigError
-from resources.scheduler import JobRequest
-from resources.slurm_script import build_options, write_script
-from resources.torch_job import RunDir, TorchJob
+from draftworks.errors import ConfigError, DraftworksError, LauncherError
+from resources.scheduler import DeadCopy, JobRequest
+from resources.slurm_commands import SlurmCommands, SlurmRecord
+from resources.slurm_scheduler import describe_records, find_hopeless, is_final
+from resources.slurm_script import LOST_NODE_EXIT, build_options, write_script
+from resources.torch_job import JobState, RunDir, TorchJob
 
 
 def make_request(folder: Path, min_nodes: int | None = None, **job) -> JobRequest:
@@ -115,3 +120,123 @@ def test_copies_are_an_array_with_files_of_their_own(tmp_path: Path):
     assert not copy.ranks.exists(), "an earlier start's are put away"
     assert len(list((request.files.path / "earlier").glob("copy2-*"))) == 1
     assert act(SLURM_JOB_ID="9") == [str(request.files.ranks), str(request.files.error), "9"]
+
+
+def record(
+    state: str, copy: int | None = None, exit_code: int = 0, reason: str = "", restarts: str = "0"
+) -> SlurmRecord:
+    return SlurmRecord("7", "dw-1", state, exit_code, reason, "/claim", copy, restarts)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (["COMPLETED", "RUNNING", "PENDING"], JobState.RUNNING),
+        (["COMPLETED", "FAILED", "PENDING"], JobState.PENDING),
+        (["COMPLETED", "FAILED", "CANCELLED"], JobState.FAILED),
+        (["COMPLETED", "COMPLETED"], JobState.SUCCEEDED),
+        (["COMPLETED", "CANCELLED"], JobState.SUCCEEDED),
+        (["CANCELLED", "CANCELLED"], JobState.CANCELLED),
+    ],
+)
+def test_an_array_has_ended_when_all_its_elements_have(states: list[str], expected: JobState):
+    seen = describe_records([record(state, copy) for copy, state in enumerate(states)])
+    assert (seen.id, seen.state) == ("7", expected)
+
+
+def test_dead_elements_are_named_with_their_life():
+    elements = [
+        record("RUNNING", 0),
+        record("FAILED", 1, 9, restarts="2"),
+        record("NODE_FAIL", 2),
+        record("COMPLETED", 3),
+    ]
+    assert describe_records(elements).dead == (DeadCopy(1, "2"), DeadCopy(2, "0", lost=True))
+    assert describe_records([record("CANCELLED", 0), record("RUNNING", 1)]).dead == ()
+
+
+def test_an_array_is_lost_if_slurm_ended_all_that_died():
+    lost = [record("PREEMPTED", 0), record("FAILED", 1, LOST_NODE_EXIT), record("COMPLETED", 2)]
+    assert describe_records(lost).lost
+    assert not describe_records([*lost, record("FAILED", 3, 1)]).lost
+
+
+def test_a_plain_job_has_no_copies():
+    seen = describe_records([record("FAILED", exit_code=3)])
+    assert (seen.state, seen.reason, seen.dead) == (JobState.FAILED, "exit code 3 of the job's script", ())
+
+
+def test_what_can_never_start_is_found_in_any_element():
+    assert find_hopeless([record("RUNNING", 0), record("PENDING", 1, reason="BadConstraints")]) == "BadConstraints"
+    assert find_hopeless([record("PENDING", 1, reason="Resources")]) == ""
+    assert is_final(record("TIMEOUT"))
+    assert not is_final(record("REQUEUED"))
+
+
+def play(folder: Path, name: str, words: str, code: int = 1) -> SlurmCommands:
+    script = folder / name
+    (folder / "words").write_text(words)
+    script.write_text(f'#!/bin/sh\ncat >"{folder}/read"\ncat "{folder}/words" >&2\nexit {code}\n')
+    script.chmod(0o755)
+    return SlurmCommands(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (
+            "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition name specified",
+            ConfigError,
+        ),
+        ("sbatch: error: Memory specification can not be satisfied\nallocation failure: not available", ConfigError),
+        ("allocation failure: Unable to contact slurm controller (connect failure)", LauncherError),
+        ("sbatch: error: Munge decode failed: Rewound credential", LauncherError),
+        ("sbatch: error: Protocol authentication error", LauncherError),
+    ],
+    ids=["partition", "memory", "unreachable", "clock", "credentials"],
+)
+def test_a_script_that_would_be_refused_is_told_apart_from_a_controller_that_cannot_be_asked(
+    tmp_path: Path, words: str, kind: type[DraftworksError]
+):
+    with pytest.raises(DraftworksError) as caught:
+        play(tmp_path, "sbatch", words).test(["--nodes=1"])
+    assert type(caught.value) is kind
+    assert words.splitlines()[0].removeprefix("sbatch: error: ") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "allocation failure: Requested node configuration is not available",
+        "allocation failure: Required partition not available (inactive or drain)",
+        "allocation failure: Requested nodes are busy",
+    ],
+    ids=["nodes", "partition", "busy"],
+)
+def test_what_is_down_may_come_back(tmp_path: Path, words: str):
+    play(tmp_path, "sbatch", words).test(["--nodes=1"])
+    assert "#SBATCH --nodes=1" in (tmp_path / "read").read_text().splitlines()
+
+
+def test_options_of_the_allocation_in_which_we_run_reach_no_job_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Slurm takes such variables for options: the job would get the nodes and the memory of the other one."""
+    allocation = {
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_MEM_PER_NODE": "9",
+        "SBATCH_PARTITION": "p",
+        "SRUN_DEBUG": "3",
+        "SQUEUE_ALL": "1",
+    }
+    kept = {"SLURM_CONF": "/etc/other.conf", "OURS": "stays"}
+    for name, value in {**allocation, **kept}.items():
+        monkeypatch.setenv(name, value)
+    script = tmp_path / "sbatch"
+    script.write_text(f'#!/bin/sh\nenv >"{tmp_path}/environment"\n')
+    script.chmod(0o755)
+    SlurmCommands(str(tmp_path)).test(["--nodes=1"])
+    found = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+    assert not allocation.keys() & found.keys()
+    assert kept.items() <= found.items()

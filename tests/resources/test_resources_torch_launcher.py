@@ -1,6 +1,14 @@
-"""Several jobs side by side, of a launcher that plays what happens to them: who is ended, and whose failure is shown."""
+"""Several jobs side by side, of a launcher that plays what happens to them: who is ended, and whose failure is shown.
+Command lines, counts and folders of jobs, without running one.
+Copies of a job that have died: killed ones start again, an error of the program ends all.
+"""
+
+from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +17,15 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from draftworks.config.capture import SGLangSpec
+from draftworks.config.data import EndpointSpec, ResponseSpec
+from draftworks.config.run_files import CaptureRun, RegenerateRun, TrainRun
+from draftworks.errors import ConfigError
+from draftworks.programs.failure import RankFailure
 from resources.companions import Companion
-from resources.torch_job import JobState, JobStatus, TorchJob
+from resources.job_copies import MAX_KILLS, CopyVerdict, CopyWatch
+from resources.scheduler import DeadCopy, SeenJob
+from resources.torch_job import ONE_NODE, JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import Outcome, PeerJob, TorchLauncher
 
 FAILED, CANCELLED = JobStatus(JobState.FAILED, 1), JobStatus(JobState.CANCELLED)
@@ -60,7 +75,7 @@ def play(
     launcher = make_launcher(seen, at, workdir=str(tmp_path), **options)
 
     @dg.asset
-    def drafts(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+    def drafts(context) -> dg.MaterializeResult:
         peers = [PeerJob(name, TorchJob(name), tmp_path / name) for name in jobs]
         companions = [Companion(TorchJob(f"{beside}-beside"), tmp_path / "produce")]
         try:
@@ -103,3 +118,101 @@ def test_a_job_that_fails_or_takes_too_long_ends_alone(tmp_path: Path, limit: st
         assert "ran over its time limit" in seen.told["hang-1"].description
     assert seen.raised is None
     assert seen.outcomes == seen.told
+
+
+def test_command_is_torchruns_with_a_rendezvous_of_its_own() -> None:
+    command = TorchJob("draftworks.programs.train", ("run.yaml",), procs_per_node=2).build_command("--log-dir=x")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *ONE_NODE, "--log-dir=x", "--nproc-per-node=2"]
+    assert command == [*torchrun, "-m", "draftworks.programs.train", "run.yaml"]
+
+
+def test_another_python_runs_torchrun_and_with_it_every_rank() -> None:
+    assert TorchJob("m", python=Path("/other/python")).build_command()[:3] == [
+        "/other/python",
+        "-m",
+        "torch.distributed.run",
+    ]
+
+
+def test_command_takes_the_rendezvous_of_a_cluster() -> None:
+    command = TorchJob("m", nodes=2).build_command("--nnodes=2", "--rdzv-endpoint=host:1")
+    assert not set(ONE_NODE) & set(command)
+
+
+@pytest.mark.parametrize("counts", [{"nodes": 0}, {"procs_per_node": 0}, {"gpus_per_node": -1}])
+def test_impossible_counts_are_refused(counts: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        TorchJob("m", **counts)
+
+
+def test_every_attempt_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    attempts = [RunDir.create(tmp_path, "0123456789", retry).path for retry in (0, 0, 1)]
+    assert [path.name for path in attempts] == ["01234567-retry0", "01234567-retry0-2", "01234567-retry1"]
+
+
+def test_launchers_import_no_torch() -> None:
+    code = "import resources.local_launcher, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_program_may_wait_as_long_as_what_it_asks_may_take() -> None:
+    sglang = SGLangSpec(start_timeout_s=7, request_timeout_s=8)
+    endpoint = EndpointSpec.model_construct(timeout_s=9)
+    responses = ResponseSpec.model_construct(endpoint=endpoint)
+    assert RegenerateRun.model_construct(sglang=sglang, responses=responses).longest_wait_s == 9
+    assert CaptureRun.model_construct(sglang=sglang).longest_wait_s == 8
+    assert TrainRun.model_construct().longest_wait_s == 0
+
+
+def see(*dead: DeadCopy) -> SeenJob:
+    return SeenJob("7", "dw-1", JobState.RUNNING, dead=dead)
+
+
+def leave_error(files: RunDir, copy: int, error: BaseException) -> None:
+    path = files.of_copy(copy).ranks / "none" / "attempt_0" / "0" / "error.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(RankFailure.of(error, rank=0).to_json()))
+
+
+def test_a_killed_copy_starts_again_once_for_each_death(tmp_path: Path):
+    now = [0.0]
+    watch, files, first = CopyWatch(10.0, clock=lambda: now[0]), RunDir(tmp_path), DeadCopy(2, "0")
+    assert watch.judge(see(first), files) == CopyVerdict(is_open=True), "its error may not be seen yet"
+    now[0] = 11.0
+    assert watch.judge(see(first), files) == CopyVerdict((2,))
+    assert watch.judge(see(first), files) == CopyVerdict()
+    assert watch.judge(see(DeadCopy(2, "1", lost=True)), files) == CopyVerdict((2,))
+
+
+def test_a_copy_that_is_killed_too_often_fails_the_job(tmp_path: Path):
+    watch, files = CopyWatch(0.0), RunDir(tmp_path)
+    for life in range(MAX_KILLS):
+        assert watch.judge(see(DeadCopy(0, str(life))), files).restart == (0,)
+    assert watch.judge(see(DeadCopy(1, "0")), files).restart == (1,), "each counts for itself"
+    verdict = watch.judge(see(DeadCopy(0, "last")), files)
+    assert verdict.failure == f"copy 0 was killed {MAX_KILLS} times, its log is {files.of_copy(0).log}"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "fails"),
+    [
+        (ValueError("v"), False, True),
+        (ConfigError("c"), False, True),
+        (ConfigError("c"), True, True),
+        (ValueError("peers are gone"), True, False),
+        (KeyboardInterrupt("saved"), False, False),
+    ],
+    ids=["error", "user", "user-lost", "lost", "interrupted"],
+)
+def test_what_its_ranks_left_decides(error: BaseException, lost: bool, fails: bool, tmp_path: Path):
+    files = RunDir(tmp_path)
+    leave_error(files, 3, error)
+    verdict = CopyWatch(10.0).judge(see(DeadCopy(3, "0", lost)), files)
+    assert bool(verdict.failure) == fails
+    assert verdict.restart == (() if fails else (3,))
+
+
+def test_another_copys_error_is_not_its_own(tmp_path: Path):
+    files = RunDir(tmp_path)
+    leave_error(files, 1, ValueError("v"))
+    assert CopyWatch(0.0).judge(see(DeadCopy(0, "0")), files).restart == (0,)

@@ -1,17 +1,29 @@
-"""SGLang captures and feeds the intended layers, whatever its model class adds to the ids; `check` reports the rest."""
+"""SGLang captures and feeds the intended layers, whatever its model class adds to the ids; `check` reports the rest.
+Parts are written behind the engine's back: copied at once, within bounds, none without its part or its reason.
+The hook splits a packed batch into requests, writes those of Draftworks only, and never raises into the engine.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
+from waiting import HANG_S
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.errors import ConfigError
+from draftworks.errors import ConfigError, PassingTroubleError, StoreError
 from draftworks.preflight.compatibility import check_requirements
+from draftworks.sglang.hook import BackgroundHandOver, SGLangCaptureBackend, find_spool, format_hook_option
 from draftworks.sglang.layers import choose_capture_convention, from_eagle3_ids, resolve_captured_layers, to_eagle3_ids
+from draftworks.sglang.parts import Part, PartSink, make_request_id
+from draftworks.sglang.spool import SpoolSink, take_parts
 from draftworks.storage.identity import LayerTap
 from draftworks.targets.registry import Registry
 
@@ -87,3 +99,164 @@ def test_check_refuses_a_family_of_which_sglang_captures_nothing(tmp_path: Path,
     yours = {"url": "http://127.0.0.1:9", "spool": "/tmp"}
     check_requirements(make_spec(backend="sglang_server", server=yours), target, Registry(tmp_path))
     check_requirements(make_spec(), target, Registry(tmp_path))
+
+
+class SlowSink(PartSink):
+    """Writes nothing before `gate` is set; fails for requests whose id ends with "bad"."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.announced: list[str] = []
+        self.written: dict[str, Part] = {}
+        self.failed: dict[str, str] = {}
+
+    def announce(self, request_id: str, start: int) -> None:
+        self.announced.append(request_id)
+
+    def write(self, request_id: str, part: Part) -> None:
+        assert self.gate.wait(HANG_S)
+        if request_id.endswith("bad"):
+            raise StoreError("the sink is broken")
+        if request_id.endswith("bug"):
+            raise ZeroDivisionError
+        self.written[request_id] = part
+
+    def fail(self, request_id: str, reason: str) -> None:
+        self.failed[request_id] = reason
+
+
+def make_part(value: float, positions: int = 4) -> Part:
+    return Part(0, torch.arange(positions), torch.full((2, positions, 8), value), torch.full((positions, 8), value))
+
+
+def test_the_engine_goes_on_and_may_use_its_memory_again():
+    sink = SlowSink()
+    hand_over, part = BackgroundHandOver(sink), make_part(1.0)
+    for number in range(5):
+        part.taps.fill_(number)
+        part.last.fill_(number)
+        hand_over.put(f"{number}", part)
+    assert sink.announced == ["0", "1", "2", "3", "4"]
+    assert not sink.written
+    sink.gate.set()
+    hand_over.flush()
+    assert {int(name): written.last[0, 0].item() for name, written in sink.written.items()} == {n: n for n in range(5)}
+    assert all(written.taps.is_contiguous() for written in sink.written.values())
+
+
+def test_a_full_queue_blocks_and_loses_nothing():
+    sink, part = SlowSink(), make_part(1.0)
+    hand_over = BackgroundHandOver(sink, queue_bytes=int(2.5 * part.nbytes))
+    engine = threading.Thread(target=lambda: [hand_over.put(f"{number}", part) for number in range(20)], daemon=True)
+    engine.start()
+    engine.join(0.3)
+    assert engine.is_alive()
+    assert len(sink.announced) == 2
+    sink.gate.set()
+    engine.join(HANG_S)
+    hand_over.flush()
+    assert list(sink.written) == [f"{number}" for number in range(20)]
+
+
+def test_a_part_larger_than_the_queue_goes_through_alone():
+    sink, part = SlowSink(), make_part(1.0)
+    sink.gate.set()
+    hand_over = BackgroundHandOver(sink, queue_bytes=1)
+    for number in range(3):
+        hand_over.put(f"{number}", part)
+    hand_over.flush()
+    assert len(sink.written) == 3
+
+
+def test_what_fails_has_its_reason_and_the_others_are_written():
+    sink = SlowSink()
+    sink.gate.set()
+    hand_over = BackgroundHandOver(sink)
+    for name in ("a", "b-bad", "c-bug", "d"):
+        hand_over.put(name, make_part(1.0))
+    hand_over.flush()
+    assert list(sink.written) == ["a", "d"]
+    assert sink.failed["b-bad"] == "StoreError: the sink is broken"
+    assert "ZeroDivisionError" in sink.failed["c-bug"]
+    assert "Traceback" in sink.failed["c-bug"]
+
+
+LENGTHS = [3, 1, 4]
+
+
+def pack(request_ids: list[str], starts: list[int], padding: int = 0) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """A batch as SGLang packs it, whose values count the positions, and the output of the logits layer."""
+    rows = torch.arange(sum(LENGTHS) + padding, dtype=torch.float32)[:, None]
+    batch = SimpleNamespace(
+        rids=request_ids,
+        extend_seq_lens_cpu=LENGTHS,
+        extend_prefix_lens_cpu=starts,
+        input_ids=torch.arange(sum(LENGTHS) + padding, dtype=torch.int32),
+    )
+    logits = torch.arange(len(LENGTHS), dtype=torch.float32)[:, None].expand(-1, 5)
+    output = SimpleNamespace(
+        hidden_states=rows.expand(-1, 4), last_hidden_states=rows.expand(-1, 2), next_token_logits=logits
+    )
+    return batch, output
+
+
+def test_every_request_gets_its_own_rows(tmp_path: Path):
+    ids = [make_request_id(), make_request_id(with_logits=True), make_request_id()]
+    SGLangCaptureBackend(SpoolSink(tmp_path)).write(*pack(ids, [0, 0, 7], padding=2))
+    parts = [take_parts(tmp_path, request_id)[0] for request_id in ids]
+    assert [part.input_ids.tolist() for part in parts] == [[0, 1, 2], [3], [4, 5, 6, 7]]
+    for part in parts:
+        assert torch.equal(part.taps, part.input_ids[:, None].float().expand(2, -1, 2))
+        assert torch.equal(part.last, part.input_ids[:, None].float().expand(-1, 2))
+    assert [part.start for part in parts] == [0, 0, 7]
+    assert [part.logits is None for part in parts] == [True, False, True]
+    assert parts[1].logits.tolist() == [1.0] * 5
+
+
+def test_requests_of_others_are_left_alone(tmp_path: Path):
+    SGLangCaptureBackend(SpoolSink(tmp_path)).write(*pack(["HEALTH_CHECK_1", "answer", "x"], [0, 0, 0]))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["hidden_states", "last_hidden_states"])
+def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path: Path, missing):
+    ids = [make_request_id(), "answer", make_request_id()]
+    batch, output = pack(ids, [0, 0, 0])
+    setattr(output, missing, None)
+    SGLangCaptureBackend(SpoolSink(tmp_path)).write(batch, output)
+    for request_id in (ids[0], ids[2]):
+        with pytest.raises(PassingTroubleError, match="--enable-return-aux-hidden-states"):
+            take_parts(tmp_path, request_id)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_reaches_the_engine_even_where_nobody_can_be_told(tmp_path: Path, monkeypatch):
+    batch, output = pack([make_request_id(), "answer", "x"], [0, 0, 0])
+    monkeypatch.setattr("draftworks.sglang.hook._find_prefill", lambda args: batch)
+    SGLangCaptureBackend(SpoolSink(tmp_path / "removed"))(nn.Identity(), (), output)
+    assert not (tmp_path / "removed").exists()
+
+
+def test_rows_that_are_missing_are_told(tmp_path: Path):
+    ids = [make_request_id() for _ in LENGTHS]
+    batch, output = pack(ids, [0, 0, 0])
+    output.last_hidden_states = output.last_hidden_states[:5]
+    SGLangCaptureBackend(SpoolSink(tmp_path)).write(batch, output)
+    with pytest.raises(PassingTroubleError, match="kept hidden states of 5 positions, expected 8"):
+        take_parts(tmp_path, ids[0])
+
+
+@pytest.mark.parametrize(
+    "factory", ["draftworks.sglang.hook:capture_hook", "draftworks.serving.sglang_hook:capture_hook"]
+)
+def test_a_server_that_loaded_the_hook_where_it_is_or_was_is_known(factory: str, tmp_path: Path):
+    others = {"hook_factory": "mylab:hook", "config": {"spool": "/elsewhere"}}
+    assert find_spool([others, {"hook_factory": factory, "config": {"spool": str(tmp_path)}}]) == tmp_path
+    assert find_spool([others]) is None
+
+
+def test_the_hook_is_on_the_layer_that_makes_logits_in_a_wrapper_too(tmp_path: Path):
+    (hook,) = json.loads(format_hook_option(tmp_path))
+    modules = ["", "model", "logits_processor", "language_model.logits_processor", "lm_head", "language_model.lm_head"]
+    matched = [name for name in modules if any(fnmatch.fnmatch(name, each) for each in hook["target_modules"])]
+    assert matched == ["logits_processor", "language_model.logits_processor"]

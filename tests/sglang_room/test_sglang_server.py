@@ -1,11 +1,16 @@
-"""A server that Draftworks starts: its arguments keep all hidden states; failed starts are reported and cleaned up."""
+"""A server that Draftworks starts: its arguments keep all hidden states; failed starts are reported and cleaned up.
+A key reaches the server's arguments, and neither its command line nor its log.
+Ranks of a job find each other's servers by files in a folder that they share.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +22,25 @@ from processes import wait_until_ended
 from waiting import growing_limits, wait_until
 
 from draftworks.errors import ConfigError, EngineError
+from draftworks.sglang import child_lifetime
+from draftworks.sglang.api_key import (
+    HIDDEN,
+    VARIABLE,
+    build_headers,
+    hide_in_log_records,
+    make_key_file,
+    read_key,
+    take_key_arguments,
+)
 from draftworks.sglang.environment import require_capturing, require_version
 from draftworks.sglang.hook import format_hook_option
+from draftworks.sglang.job_servers import (
+    JobServers,
+    ServerAddress,
+    ServerSlot,
+    make_servers_folder,
+    remove_servers_folders,
+)
 from draftworks.sglang.server import ServerOptions, SGLangServer
 
 OPTIONS = ServerOptions(
@@ -220,3 +242,119 @@ def test_untried_missing_and_absent_sglang_are_told(tmp_path: Path, caplog):
         require_version(Path(sys.executable))
     with pytest.raises(ConfigError, match=r"nowhere .*cannot be run.*make sglang-env"):
         require_version(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def _same_records() -> Iterator[None]:
+    before = logging.getLogRecordFactory()
+    yield
+    logging.setLogRecordFactory(before)
+
+
+def test_a_key_is_new_and_its_file_is_its_owners_from_the_first_moment(tmp_path: Path):
+    for name in ("a", "b"):
+        make_key_file(tmp_path / name)
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    keys = {read_key(tmp_path / name) for name in ("a", "b")}
+    assert len(keys) == 2
+    assert all(len(key) >= 32 and key.isascii() and not key.isspace() for key in keys)
+    with pytest.raises(FileExistsError):
+        make_key_file(tmp_path / "a")
+    assert build_headers(None) == {}
+
+
+def test_a_server_without_a_key_has_no_more_arguments():
+    assert take_key_arguments({}) == []
+
+
+@pytest.mark.usefixtures("_same_records")
+def test_log_records_do_not_have_the_key(caplog):
+    hide_in_log_records("secret/key")
+    with caplog.at_level(logging.INFO):
+        logging.getLogger("any").info("args=%s of %s", {"api_key": "secret/key"}, "secret/key")
+        logging.getLogger("any").info("all %d%%", 5)
+    assert caplog.messages == [f"args={{'api_key': '{HIDDEN}'}} of {HIDDEN}", "all 5%"]
+
+
+PROGRAM = """
+import argparse, logging, os, sys
+from pathlib import Path
+logging.basicConfig(level=logging.INFO, force=True, stream=sys.stdout, format="%(message)s")
+key = Path(os.environ["KEY"]).read_text()
+parser = argparse.ArgumentParser()
+parser.add_argument("word")
+parser.add_argument("--api-key")
+assert vars(parser.parse_args()) == {"word": "one", "api_key": key}, sys.argv
+assert key.encode() not in Path("/proc/self/cmdline").read_bytes()
+assert "DRAFTWORKS_SGLANG_KEY_FILE" not in os.environ
+logging.getLogger("server").info(f"server_args={sys.argv}")
+"""
+
+
+def test_a_program_has_the_key_in_its_arguments_alone(tmp_path: Path, monkeypatch):
+    make_key_file(tmp_path / "key")
+    (tmp_path / "key").write_text("-" + read_key(tmp_path / "key"))  # as one of 64 begins
+    for name in (VARIABLE, "KEY"):
+        monkeypatch.setenv(name, str(tmp_path / "key"))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, *child_lifetime.build_command(tmp_path, "program"), "one"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"'--api-key={HIDDEN}'" in done.stdout
+    assert read_key(tmp_path / "key") not in done.stdout + done.stderr
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> JobServers:
+    return JobServers(make_servers_folder(tmp_path), "127.0.0.1", rank=0, world_size=3)
+
+
+def read_urls(servers: JobServers) -> dict[ServerSlot, str]:
+    addresses = {slot: servers.read_address(name) for slot, name in servers.list_names().items()}
+    return {slot: address.url for slot, address in addresses.items() if address is not None}
+
+
+def test_every_job_has_a_folder_and_a_key_of_its_own_which_only_the_owner_reads(tmp_path: Path, first):
+    second = replace(first, folder=make_servers_folder(tmp_path))
+    assert first.read_key() != second.read_key()
+    assert first.folder.stat().st_mode & 0o777 == 0o700
+    assert first.key_file.stat().st_mode & 0o777 == 0o600
+    remove_servers_folders(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_was_started_again_has_a_new_name_and_one_address(first):
+    other = replace(first, rank=2)
+    first.publish(0, ServerAddress("http://a:1", "/spool"))
+    first.publish(1, ServerAddress("http://a:2", "/spool"))
+    before = other.list_names()
+    assert read_urls(other) == {ServerSlot(0, 0): "http://a:1", ServerSlot(0, 1): "http://a:2"}
+    first.publish(0, ServerAddress("http://a:3", "/spool"))
+    assert read_urls(other) == {ServerSlot(0, 0): "http://a:3", ServerSlot(0, 1): "http://a:2"}
+    assert other.list_names()[ServerSlot(0, 0)] != before[ServerSlot(0, 0)]
+    assert other.read_address(before[ServerSlot(0, 0)]) is None
+    first.withdraw(0)
+    first.withdraw(0)
+    assert read_urls(other) == {ServerSlot(0, 1): "http://a:2"}
+
+
+def test_peers_are_the_servers_of_other_ranks(first):
+    slots = [ServerSlot(0, 0), ServerSlot(0, 1), ServerSlot(2, 0), ServerSlot(2, 1)]
+    assert list(replace(first, rank=1).list_peer_slots(2)) == slots
+
+
+def test_ranks_that_only_serve_learn_when_to_begin_and_when_to_end(first):
+    assert (first.is_requested, first.is_over) == (False, False)
+    first.request_service()
+    assert (first.is_requested, first.is_over) == (True, False)
+    first.end_service()
+    assert first.is_over
+
+
+def test_nothing_is_published_in_a_folder_that_rank_0_has_removed(tmp_path: Path, first):
+    remove_servers_folders(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        first.publish(0, ServerAddress("http://a:1", "/spool"))
+    first.withdraw(0)
+    assert (first.list_names(), first.is_over, first.is_requested) == ({}, True, False)
+    assert list(tmp_path.iterdir()) == []

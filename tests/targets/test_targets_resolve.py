@@ -1,15 +1,22 @@
-"""Targets on the hub, and what belongs to the identity of a target's answers."""
+"""Targets on the hub, and what belongs to the identity of a target's answers.
+What a machine computes with is read from its files, and agrees with what PyTorch says of this one.
+Which strategies the entries of a registry use, whatever else their text mentions.
+The data that is trained on has an identity of its content: shares of slices are part of it, where there are some.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
+import yaml
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -19,13 +26,15 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from draftworks.config.registry_files import TargetSpec
+from draftworks.config.registry_files import EvalSpec, TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import FileDigests
+from draftworks.targets.fitted_defaults import Machine, read_machine
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import digest_target_files, require_unchanged, resolve_target
+from draftworks.targets.training_data import digest_training_data, identify_eval_set, list_used_strategies
 
 COMMIT = "a" * 40
 
@@ -209,3 +218,146 @@ def test_a_config_with_an_absurd_size_is_refused_before_anything_is_built(
     (model / "config.json").write_text(json.dumps({**config, name: value}))
     with pytest.raises(ConfigError, match=rf"absurd/config\.json: expected .*{name}"):
         resolved(tmp_path, model=str(model))
+
+
+PROCESSOR_FILES = {
+    "AVX2": ("processor\t: 0\nvendor_id\t: x\nflags\t\t: fpu sse4_2 avx avx2 fma\n", False),
+    "AVX512 without BF16": ("flags\t\t: avx2 avx512f avx512vl avx512_vnni\n", False),
+    "AVX512-BF16": ("flags\t\t: avx2 avx512f avx512_bf16\n", True),
+    "AMX": ("flags\t\t: avx2 avx512f amx_bf16 amx_tile amx_int8\n", True),
+    "Arm": ("processor\t: 0\nFeatures\t: fp asimd i8mm bf16\n", True),
+    "older Arm": ("Features\t: fp asimd crc32\n", False),
+    "of no known kind": ("cpu\t: POWER9\n", False),
+}
+
+
+@pytest.mark.parametrize(("text", "bfloat16"), PROCESSOR_FILES.values(), ids=PROCESSOR_FILES)
+def test_bfloat16_is_an_ability_of_the_processor(tmp_path: Path, text: str, bfloat16: bool):
+    processors = tmp_path / "cpuinfo"
+    assert not read_machine(tmp_path, processors).bfloat16  # without the file
+    processors = tmp_path / "named"
+    processors.write_text(text)
+    assert read_machine(tmp_path, processors).bfloat16 == bfloat16
+
+
+def test_this_machine_is_as_pytorch_sees_it():
+    """Where it can be asked: of Arm it says nothing."""
+    wide = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    assert read_machine().bfloat16 == wide or platform.machine() != "x86_64"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [((), False), (("nvidia0", "nvidiactl"), True), (("nvidiactl",), False), (("kfd",), True)],
+)
+def test_auto_is_a_gpu_where_pytorch_can_use_one(tmp_path: Path, names: tuple[str, ...], expected: bool, monkeypatch):
+    for name in names:
+        (tmp_path / name).touch()
+    for version, usable in (("2.13.0+cu130", True), ("2.13.0", True), ("2.13.0+cpu", False)):
+        monkeypatch.setattr("draftworks.targets.fitted_defaults.read_version", lambda package, found=version: found)
+        assert read_machine(tmp_path).uses_gpu == (expected and usable)
+
+
+def test_gpus_are_counted(tmp_path: Path):
+    for name in ("nvidia0", "nvidia1", "nvidia-uvm", "nvidia10"):
+        (tmp_path / name).touch()
+    assert read_machine(tmp_path, tmp_path / "none") == Machine(3, False, False, read_machine().cpu_only)
+
+
+ENTRY = "model: m\ndataset: d\n"
+
+
+class CountingRegistry(Registry):
+    """Registry that notes which entries are parsed."""
+
+    parsed: list[str]
+
+    def load_target(self, name: str) -> TargetSpec:
+        self.__dict__.setdefault("parsed", []).append(name)
+        return super().load_target(name)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> CountingRegistry:
+    (tmp_path / "targets").mkdir()
+    return CountingRegistry(tmp_path)
+
+
+def write(registry: Registry, **entries: str) -> None:
+    for name, text in entries.items():
+        (registry.root / "targets" / f"{name}.yaml").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "used"),
+    [
+        (ENTRY, ["eagle3"]),
+        (ENTRY + "# strategies: of the default\n", ["eagle3"]),
+        (ENTRY + "strategies: {}\n", []),
+        (ENTRY + "strategies: {dflash2: {}}\n", ["dflash2"]),
+        (ENTRY + "# or eagle3, and mtp\nstrategies:\n  dflash: {}\n", ["dflash"]),
+        (ENTRY + "'strategies':\n  ? domino\n  : {}\n", ["domino"]),
+        ("{model: m, dataset: d, strategies: {peagle: {}}}", ["peagle"]),
+        ("model: eagle3/mtp\ndataset: d\nstrategies: {xpress: {}}\n", ["xpress"]),
+        (ENTRY + "max_lenght: 3\nstrategies: {dspark: {}, domino: {}}\n", ["domino", "dspark"]),
+        (ENTRY + "max_lenght: 3\n", ["eagle3"]),
+        (ENTRY + "strategies: {dspark: [}\n", ["dspark"]),
+        (ENTRY + "strategies: {eagle: {}}\n", []),
+        ("\xff\xfe", ["eagle3"]),
+    ],
+)
+def test_an_entry_uses_what_it_names_and_one_with_a_mistake_all_that_it_mentions(registry, text, used):
+    write(registry, one=text)
+    assert list_used_strategies(registry) == used
+
+
+def test_what_any_entry_uses_is_used(registry):
+    write(registry, a=ENTRY, b=ENTRY + "strategies: {mtp: {}}\n", c=ENTRY + "strategies: {mtp: {}, dflash: {}}\n")
+    assert list_used_strategies(registry) == ["dflash", "eagle3", "mtp"]
+
+
+def test_a_registry_without_entries_uses_none(registry):
+    assert list_used_strategies(registry) == []
+
+
+def test_what_is_no_file_uses_what_an_empty_entry_would(registry):
+    (registry.root / "targets" / "folder.yaml").mkdir()
+    assert list_used_strategies(registry) == ["eagle3"]
+
+
+def test_only_an_entry_that_may_name_another_strategy_is_parsed(registry):
+    write(registry, **{f"t{number}": ENTRY + "strategies: {eagle3: {}, mtp: {}}\n" for number in range(20)})
+    write(registry, u=ENTRY + "strategies: {dflash: {}}\n", v=ENTRY)
+    list_used_strategies(registry)
+    assert registry.parsed == ["t0", "u"]
+
+
+CHATS_ENTRY = {"model": "models/tiny", "dataset": "chats"}
+
+
+def make_registry(root: Path) -> Registry:
+    for folder in ("targets", "datasets"):
+        (root / folder).mkdir()
+    (root / "chats.jsonl").write_text('{"messages": []}\n')
+    (root / "datasets" / "chats.yaml").write_text("files: [chats.jsonl]\n")
+    return Registry(root)
+
+
+def test_shares_are_part_of_the_data_and_their_order_is_not(tmp_path: Path):
+    registry, found = make_registry(tmp_path), {}
+    mixes = {
+        "none": {},
+        "half": {"shares": {"thinking": {"on": 0.5, "off": 0.5}}},
+        "half again": {"shares": {"thinking": {"off": 0.5, "on": 0.5}}},
+        "less": {"shares": {"thinking": {"on": 0.25, "off": 0.75}}},
+    }
+    for name, mix in mixes.items():
+        (tmp_path / "targets" / "t.yaml").write_text(yaml.safe_dump({**CHATS_ENTRY, "mix": mix}))
+        target = registry.load_target("t")
+        digests = FileDigests()
+        of_evals = identify_eval_set(target, EvalSpec(name="e", dataset="chats"), "d", 9).to_json()
+        assert of_evals.get("both_ways") == (True if "shares" in mix else None)
+        assert ("both_ways" in of_evals) == ("shares" in mix)
+        found[name] = digest_training_data(target, registry, digests)
+    assert found["half"] == found["half again"]
+    assert len(set(found.values())) == 3

@@ -1,6 +1,6 @@
 """The rules of decision and promotion calculated again, from docs/how-to/decisions.md and in-service.md alone.
 
-Nothing of the product is imported. The shape of the facts is in tests/toys/fleet_facts.py.
+Nothing of the product is imported. The shape of the facts is in benchmarks/fleet_facts.py.
 """
 
 from __future__ import annotations

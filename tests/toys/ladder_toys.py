@@ -10,38 +10,29 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import torch
+from strategy_cases import find_cases
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from draftworks.capture.engines.hf import HFTargetEngine
+from draftworks.config.decoding import GREEDY
 from draftworks.config.run_files import TargetFiles
-from draftworks.data.vocab import VocabMapping, build_vocab_mapping
+from draftworks.config.strategies import resolve_strategy
+from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.evaluation.ladder.decoding import DecodingLimits, decode
+from draftworks.evaluation.ladder.loop import DecodingLoop, Prompt
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.features.contracts import TrainBatch
 from draftworks.storage.identity import EngineIdentity, LayerTap
-from draftworks.strategies.dflash.options import DFlashOptions
-from draftworks.strategies.dflash.strategy import DFlashStrategy
-from draftworks.strategies.dflash2.options import DFlash2Options
-from draftworks.strategies.dflash2.strategy import DFlash2Strategy
-from draftworks.strategies.domino.options import DominoOptions
-from draftworks.strategies.domino.strategy import DominoStrategy
-from draftworks.strategies.dspark.options import DSparkOptions
-from draftworks.strategies.dspark.strategy import DSparkStrategy
-from draftworks.strategies.eagle3.options import Eagle3Options
-from draftworks.strategies.eagle3.strategy import Eagle3Strategy
-from draftworks.strategies.lilicorr.options import LiLiCorrOptions
-from draftworks.strategies.lilicorr.strategy import LiLiCorrStrategy
-from draftworks.strategies.peagle.options import PEagleOptions
-from draftworks.strategies.peagle.strategy import PEagleStrategy
-from draftworks.strategies.xpress.options import XPressOptions
-from draftworks.strategies.xpress.strategy import XPressStrategy
 
 TTT = 4
 TAPS = (LayerTap(2), LayerTap(4), LayerTap(5))
-ANCHORS = 8
-"""Blocks of a sample that one step learns from: many short steps teach more in the same time than few long ones."""
+ANCHORS, SERVED = 8, 400
+"""Blocks of a sample that one step learns from: many short steps teach more in the same time than few long ones; tokens of
+a reduced vocabulary."""
 MakeDraft = Callable[[TargetParts, list["Sample"]], DraftStrategy]
 
 
@@ -125,64 +116,33 @@ def _answered(model: PreTrainedModel, tokenizer, row: dict, limits: DecodingLimi
     return Sample(row["id"], tuple(prompt), answer, engine.capture([[*prompt, *answer]], TAPS)[0])
 
 
-def eagle3(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
-    layers = [tap.hf_index for tap in TAPS]
-    chosen = Eagle3Options(ttt_length=TTT, draft_vocab_size=400, layer_ids=layers, **options)
-    return Eagle3Strategy(chosen, parts, _vocabulary(parts, samples), seed=1)
-
-
-def peagle(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
-    layers = [tap.hf_index for tap in TAPS]
-    chosen = PEagleOptions(num_depths=TTT, num_layers=2, draft_vocab_size=400, layer_ids=layers, **options)
-    return PEagleStrategy(chosen, parts, _vocabulary(parts, samples), seed=1)
-
-
-def _vocabulary(parts: TargetParts, samples: list[Sample]) -> VocabMapping:
+def make_draft(name: str, parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
+    """Return a draft over taps; `options` come before those of the toy."""
+    spec = resolve_strategy(name)
+    sizes: dict[str, Any] = {"layer_ids": [tap.hf_index for tap in TAPS], "num_layers": 2, "draft_vocab_size": SERVED}
+    sizes |= {"ttt_length": TTT, "num_depths": TTT, "block_size": TTT + 1, "num_anchors": ANCHORS}
+    known = {key: value for key, value in sizes.items() if key in spec.options.model_fields}
+    chosen = spec.options(**known | find_cases()[name].learning | options)
     counts = np.bincount([token for sample in samples for token in sample.answer], minlength=parts.vocab_size)
-    return build_vocab_mapping(counts, 400)
+    vocab = build_vocab_mapping(counts, SERVED) if spec.uses_vocab_mapping else None
+    return spec.load_factory()(chosen, parts, vocab, 1)
 
 
-def dflash(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
-    layers = [tap.hf_index for tap in TAPS]
-    sizes = {"block_size": TTT + 1, "num_layers": 2, "num_anchors": ANCHORS}
-    windows = {"sliding_window": 20, "sliding_layers": [0]}
-    chosen = DFlashOptions(layer_ids=layers, **sizes, **windows | options)
-    return DFlashStrategy(chosen, parts, None, seed=1)
-
-
-def dflash2(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
-    layers = [tap.hf_index for tap in TAPS]
-    sizes = {"block_size": TTT + 1, "num_layers": 2, "num_anchors": ANCHORS, "selector_rank": 24, "selector_top_k": 8}
-    return DFlash2Strategy(DFlash2Options(layer_ids=layers, **sizes, **options), parts, None, seed=1)
-
-
-def domino(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
-    layers = [tap.hf_index for tap in TAPS]
-    sizes = {"block_size": TTT + 1, "num_layers": 2, "emb_dim": 24, "gru_hidden_dim": 32, "num_anchors": ANCHORS}
-    chosen = DominoOptions(layer_ids=layers, **sizes, **options)
-    return DominoStrategy(chosen, parts, None, seed=1)
-
-
-def dspark(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
-    layers = [tap.hf_index for tap in TAPS]
-    sizes = {"block_size": TTT, "num_layers": 2, "markov_rank": 24, "markov_head_type": "rnn", "num_anchors": ANCHORS}
-    return DSparkStrategy(DSparkOptions(layer_ids=layers, **sizes, **options), parts, None, seed=1)
-
-
-def xpress(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
-    layers = [tap.hf_index for tap in TAPS]
-    sizes = {"block_size": TTT + 1, "num_layers": 2, "refiner_rank": 24, "jacobi_passes": 2, "num_anchors": ANCHORS}
-    return XPressStrategy(XPressOptions(layer_ids=layers, **sizes, **options), parts, None, seed=1)
-
-
-def lilicorr(parts: TargetParts, samples: list[Sample], **options: Any) -> DraftStrategy:
-    layers = [tap.hf_index for tap in TAPS]
-    sizes = {"block_size": TTT + 1, "num_layers": 2, "lattice_size": 32, "lattice_heads": 4, "num_anchors": ANCHORS}
-    return LiLiCorrStrategy(LiLiCorrOptions(layer_ids=layers, **sizes, **options), parts, None, seed=1)
-
-
-LADDER_DRAFTS = (eagle3, dflash, dflash2, domino, dspark, lilicorr, peagle, xpress)
-"""What makes a draft of each strategy over taps, as `MakeDraft`; options come before those of the toy."""
+def require_walk_equals_loop(ladder: Ladder) -> list[PromptAcceptance]:
+    """Require it count for count, but for near ties, and return what the loop counted: the gated delta rule of transformers
+    is fp32 whatever the model's dtype is."""
+    names = {sample.name for sample in ladder.samples}
+    walked = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
+    loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
+    prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
+    found = loop.measure(prompts, GREEDY, {one.walk.sample_id: one.first_answer for one in walked})
+    assert all(one.gap is not None and one.gap < 1e-4 for one in found.differences)
+    tied = {one.sample_id for one in found.differences}
+    assert len(tied) < 2
+    walks = {one.walk.sample_id: one.walk for one in walked}
+    assert all(walks[one.sample_id] == one for one in found.prompts if one.sample_id not in tied)
+    assert sum(one.accepted for one in found.prompts) > 5
+    return list(found.prompts)
 
 
 def _teach(ladder: Ladder, steps: int) -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
+from strategy_cases import find_cases, list_options
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -58,17 +59,12 @@ _SIGLIP = {
 
 TAPS = [2, 3, 4]
 _BLOCKS = {"block_size": 4, "num_layers": 1, "num_anchors": 16, "layer_ids": TAPS, "mask_token_id": 3}
-DRAFT_OPTIONS: dict[str, dict[str, Any]] = {
-    "eagle3": {"ttt_length": 3, "draft_vocab_size": 64, "layer_ids": TAPS},
-    "peagle": {"num_depths": 3, "num_layers": 1, "draft_vocab_size": 64, "layer_ids": TAPS},
-    "dflash": _BLOCKS,
-    "domino": {**_BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
-    "dspark": {**_BLOCKS, "markov_rank": 6},
-    "dflash2": {**_BLOCKS, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5},
-    "xpress": {**_BLOCKS, "refiner_rank": 6},
-    "lilicorr": {**_BLOCKS, "candidate_topk": 4, "lattice_size": 8, "lattice_heads": 2},
+DRAFT_OPTIONS = {
+    name: {**list_options(name, _BLOCKS), **cases.exported, "layer_ids": TAPS} for name, cases in find_cases().items()
 }
 """A small draft of each strategy that trains for any target. (MTP is for those with a layer of their own: see mtp_toys.)"""
+for _options in DRAFT_OPTIONS.values():
+    _options.update({"draft_vocab_size": 64} if "draft_vocab_size" in _options else {})
 
 
 @dataclass(frozen=True)

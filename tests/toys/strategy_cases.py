@@ -57,6 +57,7 @@ class StrategyCases:
         fixed: options whose losses and gradients are in `expected.json` beside the cases, by name.
         head_scale: of the target's head.
         exported: options of drafts that are exported, where those above make no draft for servers.
+        learning: options of a draft that learns to propose some tokens of the embedded target in a few steps.
         exports: options, by format, of drafts that go out and come in again, beside plain ones.
     """
 
@@ -71,6 +72,7 @@ class StrategyCases:
     fixed: Mapping[str, Options] = field(default_factory=lambda: {"default": {}})
     head_scale: float = 1.0
     exported: Options = field(default_factory=dict)
+    learning: dict[str, Any] = field(default_factory=dict)
     exports: Mapping[str, tuple[Options, ...]] = field(default_factory=dict)
 
 

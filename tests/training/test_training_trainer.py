@@ -1,4 +1,8 @@
-"""The trainer: what it computes does not depend on how the global batch is cut up."""
+"""The trainer: what it computes does not depend on how the global batch is cut up.
+Clipping, and steps that must not be made.
+Shapes of the learning-rate schedules.
+Where a checkpoint stands counts samples of the population, since that decides the order of training.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,21 @@ from pathlib import Path
 import pytest
 import torch
 from gloo_ranks import on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from training_toys import ToyStrategy, eval_loader, ragged_samples, train_loader
 
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import StepContext, StepOutput
-from draftworks.errors import TrainingError
+from draftworks.errors import StoreError, TrainingError
 from draftworks.features.contracts import TrainBatch
 from draftworks.training.backend import SingleTrainingBackend, TrainingBackend, ensure_process_group
 from draftworks.training.fsdp_backend import FSDPTrainingBackend
 from draftworks.training.history import History
-from draftworks.training.optimizer import BF16Optimizer, LrSchedule, TrainerCore
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule, ScheduleName, TrainerCore
+from draftworks.training.resume import TrainingProgress
 from draftworks.training.trainer import Trainer, make_plan
 
 CPU = torch.device("cpu")
@@ -269,3 +276,137 @@ def test_a_pass_knows_whether_it_trains_and_at_which_step(one_rank: None) -> Non
     assert steps == list(range(history.total_steps))
     assert {ctx.total_steps for ctx in strategy.contexts if ctx.training} == {history.total_steps}
     assert len(strategy.contexts) - len(steps) == len(history.evals) > 0
+
+
+def parameter_with_gradient(*values: float) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(len(values)))
+    parameter.grad = torch.tensor(values)
+    return parameter
+
+
+def named(*parameters: nn.Parameter) -> dict[str, nn.Parameter]:
+    return {f"p{index}": parameter for index, parameter in enumerate(parameters)}
+
+
+def test_step_reports_the_norm_before_clipping_and_the_rate_used() -> None:
+    parameters = [parameter_with_gradient(3.0), parameter_with_gradient(4.0)]
+    optimizer = BF16Optimizer(named(*parameters), LrSchedule(0.1, 10, warmup_ratio=0.2), max_grad_norm=1.0)
+    done = optimizer.step()
+    assert done.grad_norm == pytest.approx(5.0)
+    assert done.lr == pytest.approx(0.05)
+    assert optimizer.lr == pytest.approx(0.1)
+    assert parameters[0].grad is None
+
+
+def test_clipping_keeps_the_direction() -> None:
+    """Plain AdamW divides the scale out, so its first moment is looked at."""
+    parameter = parameter_with_gradient(3.0, 4.0)
+    optimizer = BF16Optimizer(named(parameter), LrSchedule(0.1, 10), max_grad_norm=0.5)
+    optimizer.step()
+    moment = optimizer.moments()["p0.exp_avg"] / 0.1
+    torch.testing.assert_close(moment, torch.tensor([0.3, 0.4]), rtol=1e-4, atol=0)
+
+
+def test_weights_are_bit_for_bit_those_of_torchs_adamw() -> None:
+    """With weight decay, another rate at each step, and a parameter that has a gradient at every other step only."""
+    generator = torch.Generator().manual_seed(3)
+    ours, theirs = ([nn.Parameter(torch.linspace(-1, 1, n)) for n in (7, 4)] for _ in range(2))
+    schedule = LrSchedule(0.1, 6)
+    optimizer = BF16Optimizer(named(*ours), schedule, weight_decay=0.3, max_grad_norm=1e9)
+    reference = torch.optim.AdamW(theirs, weight_decay=0.3, fused=True)
+    for step in range(6):
+        for mine, other in zip(ours[: 2 - step % 2], theirs, strict=False):
+            other.grad = torch.randn(mine.shape, generator=generator)
+            mine.grad = other.grad.clone()
+        reference.param_groups[0]["lr"] = schedule.lr(step)
+        reference.step()
+        reference.zero_grad()
+        optimizer.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+    assert optimizer.counters().updates == {"p0": 6, "p1": 3}
+
+
+def test_gradient_that_is_not_finite_is_refused_before_the_step() -> None:
+    parameter = parameter_with_gradient(float("inf"), 1.0)
+    optimizer = BF16Optimizer(named(parameter), LrSchedule(0.1, 10))
+    with pytest.raises(TrainingError, match="optimizer step 0 has norm inf"):
+        optimizer.step()
+    assert torch.equal(parameter, torch.zeros(2))
+
+
+def test_skipped_step_moves_the_schedule_and_not_the_weights() -> None:
+    parameter = parameter_with_gradient(1.0, 1.0)
+    optimizer = BF16Optimizer(named(parameter), LrSchedule(0.1, 10, warmup_ratio=0.2), weight_decay=0.5)
+    assert optimizer.skip().lr == pytest.approx(0.05)
+    assert optimizer.lr == pytest.approx(0.1)
+    assert parameter.grad is None
+    assert torch.equal(parameter, torch.zeros(2))
+
+
+def rates(name: ScheduleName, total: int, steps: range | tuple[int, ...], **options: float) -> list[float]:
+    schedule = LrSchedule(1.0, total, name, **options)
+    return [round(schedule.lr(step), 4) for step in steps]
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
+    assert rates("constant", 100, range(7), warmup_ratio=0.05) == [0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0]
+
+
+def test_golden_schedules() -> None:
+    steps = (0, 1, 2, 4, 6, 10)
+    assert rates("cosine", 10, steps, warmup_ratio=0.2) == [0.5, 1.0, 1.0, 0.8536, 0.5, 0.0]
+    assert rates("linear", 10, steps, warmup_ratio=0.2) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.0]
+    assert rates("wsd", 10, range(11), warmup_ratio=0.2, decay_ratio=0.4) == [
+        0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0,
+    ]  # fmt: skip
+
+
+def test_floor_is_where_a_decay_ends() -> None:
+    for name in ("cosine", "linear", "wsd"):
+        assert rates(name, 10, (10, 50), floor=0.1) == [0.1, 0.1]
+    assert rates("linear", 10, (5,), warmup_ratio=0.0, floor=0.2) == [0.6]
+
+
+def test_wsd_is_stable_until_its_decay_however_long_the_warm_up() -> None:
+    assert rates("wsd", 10, range(8, 11), warmup_ratio=0.9, decay_ratio=0.5) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("peak", [1e-4, 3.0])
+def test_peak_scales_everything(peak: float) -> None:
+    assert LrSchedule(peak, 10).lr(5) == pytest.approx(peak * LrSchedule(1.0, 10).lr(5))
+
+
+@given(
+    st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+    st.integers(1, 500),
+    st.floats(0, 0.9),
+    st.floats(0.01, 1.0),
+    st.floats(0, 1),
+)
+def test_rate_stays_positive_and_never_rises_after_warm_up(
+    name: ScheduleName, total: int, warmup: float, decay: float, floor: float
+) -> None:
+    schedule = LrSchedule(1.0, total, name, warmup, decay, floor)
+    values = [schedule.lr(step) for step in range(total)]
+    after = values[int(warmup * total) :]
+    assert all(0 < value <= 1 + 1e-9 for value in values)
+    assert all(later <= earlier + 1e-12 for earlier, later in zip(after, after[1:]))
+    assert schedule.lr(10 * total) == pytest.approx(1.0 if name == "constant" else floor)
+
+
+HERE = Path("checkpoint")
+
+
+def test_a_checkpoint_of_a_complete_set_is_read_by_a_training_that_leaves_samples_out_of_it():
+    stored = TrainingProgress(13, 4, global_step=2).to_json()
+    assert stored == {"global_step": 2, "epoch": 0, "epoch_samples": 8, "samples": 13, "global_batch_size": 4}
+    assert TrainingProgress(12, 4, left_out=1).from_json(stored, HERE).global_step == 2
+
+
+@pytest.mark.parametrize(
+    "other", [TrainingProgress(12, 4), TrainingProgress(13, 4, left_out=1), TrainingProgress(11, 4, left_out=2)]
+)
+def test_a_checkpoint_of_another_order_is_refused(other: TrainingProgress):
+    stored = TrainingProgress(13, 4, global_step=3).to_json()
+    with pytest.raises(StoreError, match="would repeat or skip samples"):
+        other.from_json(stored, HERE)

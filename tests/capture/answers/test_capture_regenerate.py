@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from answer_toys import ON_CPU
+from answer_toys import answering_run, conversation
 from capture_toys import WatchedEngine
 from waiting import HANG_S
 
@@ -18,7 +18,6 @@ from draftworks.capture.answers.answer_sets import CONVERSATIONS, find_answers_f
 from draftworks.capture.answers.regenerate import regenerate
 from draftworks.capture.batch_notes import Progress
 from draftworks.capture.engine import KNOWN_BACKENDS
-from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import (
@@ -26,17 +25,9 @@ from draftworks.data.conversations import (
     Conversation,
     Turn,
     read_conversations,
-    write_conversations,
 )
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import ConfigError, DataError, EngineError
-
-
-def conversation(number: int, exchanges: int = 1) -> Conversation:
-    turns = []
-    for exchange in range(exchanges):
-        turns += [Turn("user", f"What does function {number} do, part {exchange}?"), Turn("assistant", "It returns.")]
-    return Conversation.of(turns, {"number": number})
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +36,8 @@ def chat(tiny_target: TargetFiles) -> ChatTokenizer:
 
 
 def make_run(target: TargetFiles, folder: Path, conversations: list[Conversation], **options) -> RegenerateRun:
-    write_conversations(folder / "source", conversations)
-    responses = {"max_new_tokens": 12, "batch_size": 3, **options.pop("responses", {})}
-    return RegenerateRun(
-        out=folder / "out",
-        target=target,
-        conversations=folder / "source",
-        answers=folder / "answers",
-        responses=ResponseSpec(**responses),
-        **{"max_length": 200, "capture": ON_CPU, **options},
-    )
+    responses = {"max_new_tokens": 12, **options.pop("responses", {})}
+    return answering_run(target, folder, conversations, responses=responses, **{"max_length": 200, **options})
 
 
 class Ending(WatchedEngine):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from coverings import gate_or_long
 from ladder_toys import (
-    LADDER_DRAFTS,
     TAPS,
     TTT,
     Answers,
     Ladder,
     Sample,
     build_ladder,
-    dflash,
-    eagle3,
+    make_draft,
     short_answers,
 )
+from strategy_cases import find_cases
 from torch import Tensor
 
 from draftworks.config.decoding import GREEDY, Decoding
@@ -38,20 +38,15 @@ def answers(tiny_folder) -> Answers:
     return short_answers(tiny_folder)
 
 
-@pytest.fixture(
-    scope="module",
-    params=LADDER_DRAFTS,
-    ids=lambda make: make.__name__,
-)
+@pytest.fixture(scope="module", params=find_cases())
 def ladder(request, answers, tiny_target) -> Ladder:
-    return build_ladder(answers, tiny_target, steps=50, make=request.param)
+    return build_ladder(answers, tiny_target, steps=50, make=partial(make_draft, request.param))
 
 
 # What is the loop's own asks of a draft only that it proposes: one that makes chains, and one that makes blocks.
 OF_A_CHAIN_AND_BLOCKS = pytest.mark.parametrize(
     "ladder",
-    gate_or_long(LADDER_DRAFTS, [eagle3, dflash]),
-    ids=lambda make: make.__name__,
+    gate_or_long(find_cases(), ["eagle3", "dflash"]),
     indirect=True,
     scope="module",
 )

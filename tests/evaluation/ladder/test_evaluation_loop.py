@@ -7,12 +7,13 @@ import re
 from copy import deepcopy
 from dataclasses import fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ladder_toys import TAPS, TTT, Ladder, build_ladder, eagle3, greedy_answers
+from ladder_toys import TAPS, TTT, Ladder, build_ladder, greedy_answers, make_draft
 from report_toys import prompts
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
@@ -56,7 +57,8 @@ def test_proposals_are_forgotten_also_beyond_a_sliding_window(window: int):
 @pytest.fixture(scope="module")
 def ladder(tiny_folder, tiny_target) -> Ladder:
     torch.set_num_threads(1)
-    return build_ladder(greedy_answers(tiny_folder, prompts=5, max_new_tokens=20), tiny_target, steps=25, make=eagle3)
+    answers = greedy_answers(tiny_folder, prompts=5, max_new_tokens=20)
+    return build_ladder(answers, tiny_target, steps=25, make=partial(make_draft, "eagle3"))
 
 
 def traces(ladder: Ladder) -> dict[str, AnswerTrace]:

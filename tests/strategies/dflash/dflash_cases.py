@@ -20,6 +20,7 @@ EXPORTED = ({"layer_ids": [1, 4], "num_taps": 2}, {**SIZES, "mask_token_id": 5})
 
 CASES = StrategyCases(
     options={},
+    learning={"sliding_window": 20, "sliding_layers": [0]},
     read=dflash_reader,
     expect=expect_blocks(add_block, dflash_reader),
     objectives=(

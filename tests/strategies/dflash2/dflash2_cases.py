@@ -40,6 +40,7 @@ EXPORTED = {**SIZES, "conv_kernel_size": 3, "conv_group_size": 8, "selector_top_
 
 CASES = StrategyCases(
     options={"conv_group_size": 4, "selector_rank": 5, "selector_top_k": 6},
+    learning={"selector_rank": 24, "selector_top_k": 8},
     read=read,
     expect=expect_blocks(add_block, read),
     objectives=({}, {"weighting": "dpace"}),

@@ -31,6 +31,7 @@ def add_block(total: BlockSums, reader: DominoReader, options, ctx) -> None:
 
 CASES = StrategyCases(
     options={"emb_dim": 6, "gru_hidden_dim": 5},
+    learning={"emb_dim": 24, "gru_hidden_dim": 32},
     read=read,
     expect=expect_blocks(add_block, read),
     objectives=({}, {"weighting": "dpace", "pure_draft_prefix_len": 2}, {"lambda_base_start": 0.0}),

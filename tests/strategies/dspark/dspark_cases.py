@@ -44,6 +44,7 @@ EXPORTED = (
 
 CASES = StrategyCases(
     options={"markov_rank": 5},
+    learning={"block_size": 4, "markov_rank": 24, "markov_head_type": "rnn"},
     read=read,
     expect=expect_blocks(add_block, read, contiguous=True),
     objectives=({}, {**GATED, "weighting": "dpace"}, {**RNN, "gamma": 2.0}),

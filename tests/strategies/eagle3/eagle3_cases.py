@@ -13,7 +13,10 @@ from draftworks.drafts.strategy import DraftStrategy, StepContext
 def expect(strategy: DraftStrategy, samples: list[Sample], ctx: StepContext) -> Sums:
     found = reference(strategy, samples)
     counts = {"acc_corrects": found.corrects, "acc_denoms": found.denoms}
-    return Sums(found.loss, {name: torch.tensor(each, dtype=torch.float64) for name, each in counts.items()})
+    # Batches are weighed by their positions when they are evaluated.
+    positions = len(samples) * max(len(sample["input_ids"]) for sample in samples)
+    weight = positions if strategy.options.loss == "specforge" and not ctx.training else 1
+    return Sums(weight * found.loss, {name: torch.tensor(each, dtype=torch.float64) for name, each in counts.items()})
 
 
 EXPORTED = (
@@ -40,6 +43,7 @@ CASES = StrategyCases(
         {"objective": "lk_lambda", "kl_scale": 3.0, "norm_output": False},
         {"sliding_window": 3, "norm_before_fc": True, "norm_before_residual": True},
     ),
+    refused=(({"num_heads": 8, "num_kv_heads": 3}, "num_heads 8 is not a multiple of num_kv_heads 3"),),
     fixed={"default": {}, "specforge": {"loss": "specforge"}},
     exported={"ttt_length": 3},
     exports={

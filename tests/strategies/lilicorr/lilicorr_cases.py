@@ -62,6 +62,7 @@ def add_block(total: BlockSums, reader: LiLiCorrReader, options, ctx) -> None:
 CASES = StrategyCases(
     # Of 40 tokens, so that random labels are mostly candidates.
     options={"candidate_topk": 32, "lattice_size": 8, "lattice_heads": 2, "factor_dim": 6},
+    learning={"lattice_size": 32, "lattice_heads": 4},
     read=read,
     expect=expect_blocks(add_block, read),
     objectives=({}, {"margin_weight": 0.3}),

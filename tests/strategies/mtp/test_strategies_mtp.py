@@ -1,28 +1,33 @@
-"""MTP fine-tuning: the target's own layer, its loss, and what it proposes."""
+"""MTP fine-tuning: the target's own layer, its loss, and what it proposes.
+Exports of an MTP layer: gates, the names of the target's own files, and refusals.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from coverings import gate_or_long
 from gloo_ranks import on_ranks
-from ladder_toys import TAPS, TTT, build_ladder, greedy_answers
+from ladder_toys import build_ladder, greedy_answers, require_walk_equals_loop
 from model_families import in_float64
-from mtp_toys import KINDS, SHARD, draw_samples, mtp, sharded_step
+from mtp_toys import KINDS, SHARD, draw_samples, mtp, save_tuned, sharded_step
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from draftworks.config.decoding import GREEDY
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError
 from draftworks.evaluation.evaluator import Evaluator
-from draftworks.evaluation.ladder.loop import DecodingLoop, Prompt
-from draftworks.evaluation.ladder.replay import forward_with_replay, replay_all
+from draftworks.evaluation.ladder.replay import forward_with_replay
 from draftworks.evaluation.result import make_example_metrics
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.exporting import choose_formats, export_draft
+from draftworks.export.importing import import_draft
 from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors
 from draftworks.storage.files import read_json
@@ -35,22 +40,10 @@ MakeTarget = Callable[[str], TargetFiles]
 # That a draft proposes the same at once and on a live sequence is asked of all of them below.
 @pytest.mark.parametrize("kind", gate_or_long(KINDS, ["qwen3_5_text"]))
 def test_the_walk_equals_the_real_loop(kind: str, mtp_target: MakeTarget, tiny_folder: Path):
-    """Count for count, but for near ties: the gated delta rule of transformers is fp32 whatever the model's dtype is."""
     target = mtp_target(kind)
     model = in_float64(AutoModelForCausalLM.from_pretrained(target.model, dtype=torch.float32).eval())
     answers = greedy_answers(tiny_folder, prompts=4, max_new_tokens=24, model=model)
-    ladder = build_ladder(answers, target, steps=30, make=mtp)
-    names = {sample.name for sample in ladder.samples}
-    walked = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
-    loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
-    prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
-    found = loop.measure(prompts, GREEDY, {one.walk.sample_id: one.first_answer for one in walked})
-    assert all(one.gap is not None and one.gap < 1e-4 for one in found.differences)
-    tied = {one.sample_id for one in found.differences}
-    assert len(tied) < 2
-    walks = {one.walk.sample_id: one.walk for one in walked}
-    assert all(walks[one.sample_id] == one for one in found.prompts if one.sample_id not in tied)
-    assert sum(one.accepted for one in found.prompts) > 5
+    require_walk_equals_loop(build_ladder(answers, target, steps=30, make=mtp))
 
 
 @pytest.mark.parametrize("attends", ["chain", "step"])
@@ -155,3 +148,51 @@ def test_two_sharded_ranks_sum_to_the_gradients_of_one_process(mtp_target: MakeT
     found = load_file(tmp_path / "gradients")
     for name, weight in strategy.model.named_parameters():
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exports_pass_every_gate(kind: str, mtp_target: MakeTarget, tmp_path: Path):
+    draft = save_tuned(mtp_target(kind), tmp_path / "draft", 0.01)
+    choice = choose_formats(draft)
+    assert list(choice.refused) == (["speculators_mtp"] if kind == "deepseek_v3" else [])
+    for name in choice.chosen:
+        result = export_draft(draft, name, tmp_path / name)
+        assert result.passed, [gate for gate in result.gates if not gate.passed]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_untrained_layer_is_exported_as_it_was_read(kind: str, mtp_target: MakeTarget, tmp_path: Path):
+    """The same names, shapes and bits as in the target's own file, but for DeepSeek's copies of embedding and head."""
+    target = mtp_target(kind)
+    export_draft(save_tuned(target, tmp_path / "draft", 0.0), "target_mtp", tmp_path / "out", "float32")
+    stored, written = load_file(Path(target.model) / SHARD), load_file(tmp_path / "out" / "model.safetensors")
+    copies = {name for name in stored if "embed_tokens" in name or "shared_head.head" in name}
+    assert set(written) == set(stored) - copies
+    assert all(torch.equal(written[name], stored[name]) for name in written)
+
+
+def test_a_target_without_such_a_layer_is_refused(
+    mtp_target: MakeTarget, tiny_target: TargetFiles, family_target: MakeTarget
+):
+    with pytest.raises(ConfigError, match="of type qwen3_next.*found llama. Choose another strategy"):
+        mtp(TargetParts.load(tiny_target))
+    with pytest.raises(ConfigError, match="it was published without one"):
+        mtp(TargetParts.load(family_target("qwen3_5_text")))
+    with pytest.raises(
+        ConfigError, match=r"missing mtp.layers.0.input_layernorm.weight, .* and \d+ more; unknown none"
+    ):
+        mtp(TargetParts.load(family_target("qwen3_next")))
+    with pytest.raises(ConfigError, match="expected a target with files"):
+        mtp(replace(TargetParts.load(mtp_target("qwen3_next")), source=None))
+
+
+def test_what_speculators_tuned_becomes_a_draft_here(mtp_target: MakeTarget, tmp_path: Path):
+    target = mtp_target("qwen3_next")
+    draft = save_tuned(target, tmp_path / "draft", 0.01)
+    export_draft(draft, "speculators_mtp", tmp_path / "peer", "float32")
+    imported = import_draft(tmp_path / "peer", target, tmp_path / "imported")
+    assert imported.options == draft.options.model_dump(mode="json")
+    found = CanonicalDraft.load(tmp_path / "imported", target).weights
+    assert all(torch.equal(found[name], weight) for name, weight in draft.weights.items())
+    with pytest.raises(ConfigError, match="a layer of other sizes than that of target qwen3_5_text"):
+        import_draft(tmp_path / "peer", mtp_target("qwen3_5_text"), tmp_path / "other")

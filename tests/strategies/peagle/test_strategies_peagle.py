@@ -7,13 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from draft_toys import DRAFT_VOCAB, HIDDEN, VOCAB
-from peagle_cases import CASES
 from peagle_reference import Sums, peagle_reader, peagle_sums
 from reference_readers import propose_greedily
 
-from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
-from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.strategies.peagle import model as peagle_model
 from draftworks.strategies.peagle.options import PEAGLE, PEagleOptions
 from draftworks.strategies.peagle.strategy import PEagleStrategy
@@ -66,24 +63,6 @@ def expected_sums(strategy: PEagleStrategy, samples, kept: torch.Tensor) -> list
     return [peagle_sums(strategy, s, side_by_side(s), kept[:, row]) for row, s in enumerate(samples)]
 
 
-@pytest.mark.parametrize("options", [{}, *CASES.variants], ids=str)
-def test_loss_and_gradients_are_those_of_the_reader(make, options):
-    strategy = make(**options)
-    batch = strategy.collate(SAMPLES, NAMES)
-    output, kept = strategy.forward_loss(batch, MIDDLE), strategy.select_chains(batch, MIDDLE)
-    sums = expected_sums(strategy, SAMPLES, kept)
-    expected = sum(one.loss for one in sums)
-    torch.testing.assert_close(output.loss_sum, expected)
-    assert output.loss_weight == kept.sum()
-    assert output.metric_sums["acc_corrects"].tolist() == [sum(right) for right in zip(*(one.corrects for one in sums))]
-    assert output.metric_sums["acc_denoms"].tolist() == kept.sum(dim=(1, 2)).tolist()
-    found, wanted = gradients(strategy, output.loss_sum), gradients(strategy, expected)
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9, msg=name)
-        has_masks = strategy.options.num_depths > 1
-        assert gradient.any() == (has_masks or name != "mask_hidden"), name
-
-
 @pytest.mark.parametrize("options", [{}, {"num_layers": 1, "down_sample_ratio_min": 0.6}], ids=str)
 def test_specforge_takes_the_mean_over_rows_with_a_label_of_a_sample_at_a_time(make, options):
     """Every sample ends one position early, and its chains need the mask at their own places only."""
@@ -122,30 +101,6 @@ def test_attention_back_ends_give_the_same_draft_and_are_no_part_of_it(make, win
     assert len({str(strategy.config()) for strategy in made.values()}) == 1
 
 
-def test_flex_has_no_gradients_on_a_cpu_and_says_so(make):
-    strategy = make(attention="flex")
-    with pytest.raises(ConfigError, match="peagle: attention flex has no gradients on a CPU"):
-        strategy.forward_loss(strategy.collate(SAMPLES, NAMES), MIDDLE)
-
-
-@pytest.mark.parametrize("measuring", [False, True], ids=["training", "evaluation"])
-def test_sums_do_not_depend_on_batching_order_or_padding(make, measuring):
-    strategy = make()
-
-    def run(*picked: int, extra: int = 0):
-        chosen, names = [SAMPLES[i] for i in picked], [NAMES[i] for i in picked]
-        if extra:
-            chosen, names = [*chosen, sample([0] * extra, 9)], [*names, "nothing"]
-        return strategy.forward_loss(strategy.collate(chosen, names), MEASURED if measuring else MIDDLE)
-
-    with torch.set_grad_enabled(not measuring):
-        whole, parts = run(2, 0, 1, extra=30), [run(0), run(1), run(2)]
-    torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts))
-    torch.testing.assert_close(whole.loss_weight, sum(part.loss_weight for part in parts))
-    for name, total in whole.metric_sums.items():
-        torch.testing.assert_close(total, sum(part.metric_sums[name] for part in parts))
-
-
 @pytest.mark.parametrize("loss", ["token_mean", "specforge"])
 def test_the_cut_of_a_batch_is_in_the_identity_where_the_loss_depends_on_it(make, loss):
     strategy = make(loss=loss)
@@ -159,16 +114,6 @@ def test_the_cut_of_a_batch_is_in_the_identity_where_the_loss_depends_on_it(make
 
     depends = run((0,), (1,), (2,)) != pytest.approx(run((0, 1, 2)), rel=1e-5)
     assert PEAGLE.batch_means(strategy.options) is depends is (loss == "specforge")
-
-
-def test_what_is_behind_a_sample_has_no_part_in_it(make):
-    strategy = make()
-    batch = strategy.collate([SAMPLES[1], sample([0] * 20, 1)], ["b", "nothing"])
-    clean = strategy.forward_loss(batch, MIDDLE)
-    for name in ("features", "last"):
-        batch[name][0, len(MASKS[1]) :] = 1e3
-    batch["input_ids"][0, len(MASKS[1]) :] = 7
-    assert strategy.forward_loss(batch, MIDDLE).loss_sum == clean.loss_sum
 
 
 def test_an_evaluation_takes_every_chain_whatever_the_step_and_the_seed(make):
@@ -221,33 +166,6 @@ def test_proposals_are_the_readers_first_choices(make, monkeypatch):
     assert (strategy.propose(batch, torch.zeros_like(rows), 2) == -1).all()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"train_embeddings": False, "norm_before_residual": True}, {"sliding_window": 5}], ids=str
-)
-def test_a_drafter_fed_in_pieces_proposes_what_the_replay_does(make, options):
-    strategy = make(**options)
-    one = sample([0] * 4 + [1] * 14, 21)
-    rows = torch.ones(1, 18, dtype=torch.bool)
-    replayed = strategy.propose(strategy.collate([one], ["a"]), rows, 4)
-    drafter, begin = strategy.drafter(), 0
-    for end in (4, 5, 8, 9, 14):
-        features = {tap: one[tap][begin:end] for tap in strategy.feature_names[:-1]}
-        drafter.extend(features, one["input_ids"][begin + 1 : end + 1])
-        assert drafter.propose(4, 0.0, None).tokens.tolist() == replayed[0, end - 1].tolist()
-        begin = end
-
-
-def test_a_sampled_proposal_comes_with_the_distributions_it_was_drawn_from(make):
-    strategy, one = make(), SAMPLES[0]
-    drafter = strategy.drafter()
-    drafter.extend({tap: one[tap][:6] for tap in strategy.feature_names[:-1]}, one["input_ids"][1:7])
-    proposal = drafter.propose(3, 0.7, torch.Generator().manual_seed(0))
-    logits = peagle_reader(strategy).logits(side_by_side(one)[:6], one["input_ids"][1:7], proposal.tokens)
-    torch.testing.assert_close(proposal.probabilities[:, strategy.model.t2d], (logits / 0.7).softmax(-1))
-    assert not proposal.probabilities[:, ~strategy.model.t2d].any()
-    assert (proposal.probabilities.gather(1, proposal.tokens[:, None]) > 0).all()
-
-
 def test_the_checkpoint_holds_embeddings_only_where_they_are_trained(make, parts):
     trained, frozen = make(dtype=torch.float32), make(dtype=torch.float32, train_embeddings=False, fc_norm=True)
     mlp = [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
@@ -288,74 +206,3 @@ def test_a_target_with_one_matrix_for_both_ends_still_teaches_while_embeddings_a
     for train_embeddings in (True, False):
         options = PEagleOptions(**OPTIONS, train_embeddings=train_embeddings)
         assert torch.equal(PEagleStrategy(options, tied, vocab, seed=3).model.target_head, parts.embedding)
-
-
-def test_weights_depend_on_the_seed_alone(make):
-    first, again, other = (make(seed=seed).model.state_dict() for seed in (3, 3, 4))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["mask_hidden"], other["mask_hidden"])
-
-
-def test_a_draft_is_the_same_after_saving_and_loading(make, tmp_path):
-    strategy = make(dtype=torch.float32)
-    other = make(dtype=torch.float32, seed=99, attention="eager")
-    save_draft(tmp_path, strategy, target_digest="t")
-    load_draft(tmp_path, other, target_digest="t")
-    weights, loaded = strategy.model.state_dict(), other.model.state_dict()
-    assert weights.keys() == loaded.keys()
-    assert all(torch.equal(weights[name], loaded[name]) for name in weights)
-
-
-@pytest.mark.parametrize(
-    "structural",
-    [{"num_depths": 3}, {"mask_token_id": 4}, {"num_layers": 3}, {"norm_before_residual": True}, {"fc_norm": True}],
-    ids=str,
-)
-def test_a_draft_that_computes_otherwise_is_nothing_to_start_from(make, tmp_path, structural):
-    save_draft(tmp_path, make(dtype=torch.float32), target_digest="t")
-    trained_otherwise = make(dtype=torch.float32, seed=8, down_sample_ratio=0.5, loss="specforge")
-    load_draft(tmp_path, trained_otherwise, target_digest="t", to_train=True)
-    with pytest.raises(StoreError, match=f"{next(iter(structural))}"):
-        load_draft(tmp_path, make(dtype=torch.float32, **structural), target_digest="t", to_train=True)
-
-
-@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
-@pytest.mark.parametrize("mask", [[0] * 6, [1], [0, 1]], ids=str)
-def test_a_batch_without_a_supervised_row_still_has_a_gradient_for_every_weight(make, loss, mask):
-    strategy = make(loss=loss)
-    output = strategy.forward_loss(strategy.collate([sample(mask, 1)], ["a"]), MIDDLE)
-    output.loss_sum.backward()
-    assert output.loss_sum == 0
-    assert all(weight.grad is not None and not weight.grad.any() for weight in strategy.model.parameters())
-
-
-def test_bfloat16_compute_stays_near_float32(make):
-    exact, rounded = make(dtype=torch.float32), make(dtype=torch.float32)
-    for parameter in rounded.model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    samples = [sample(mask, seed, torch.float32) for seed, mask in enumerate(MASKS)]
-    wide, narrow = (one.forward_loss(one.collate(samples, NAMES), MIDDLE) for one in (exact, rounded))
-    assert narrow.loss_sum.item() == pytest.approx(wide.loss_sum.item(), rel=0.02)
-    found, expected = gradients(rounded, narrow.loss_sum), gradients(exact, wide.loss_sum)
-    for name, grad in found.items():
-        assert torch.nn.functional.cosine_similarity(grad.float().flatten(), expected[name].flatten(), dim=0) > 0.98
-
-
-def test_more_proposals_than_were_trained_are_refused(make):
-    strategy = make()
-    batch = strategy.collate(SAMPLES, NAMES)
-    with pytest.raises(ConfigError, match="peagle: the draft proposes 4 tokens, asked for 5"):
-        strategy.propose(batch, batch["loss_mask"], 5)
-
-
-def test_vocabulary_mappings_that_do_not_fit_are_refused(parts, vocab):
-    with pytest.raises(ConfigError, match="peagle predicts over a reduced vocabulary.*found none"):
-        PEagleStrategy(PEagleOptions(**OPTIONS), parts, None, seed=0)
-    with pytest.raises(ConfigError, match="peagle: draft_vocab_size is 30, the vocabulary mapping holds 24"):
-        PEagleStrategy(PEagleOptions(**OPTIONS | {"draft_vocab_size": 30}), parts, vocab, seed=0)
-
-
-def test_a_feature_of_another_shape_is_refused_by_name(make):
-    broken = {**SAMPLES[0], "hf3": SAMPLES[0]["hf3"][:-1]}
-    with pytest.raises(DataError, match="sample b: feature hf3"):
-        make().collate([SAMPLES[1], broken], ["a", "b"])

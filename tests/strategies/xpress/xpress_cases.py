@@ -38,6 +38,7 @@ def add_block(total: BlockSums, reader: XPressReader, options, ctx) -> None:
 
 CASES = StrategyCases(
     options={"refiner_rank": 5},
+    learning={"refiner_rank": 24, "jacobi_passes": 2},
     read=read,
     expect=expect_blocks(add_block, read, contiguous=True),
     variants=(
