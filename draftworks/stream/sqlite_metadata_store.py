@@ -87,7 +87,7 @@ class SQLiteMetadataStore(MetadataStore):
             # Content first: the last attempt's, too, ends its task if it comes before anybody has noticed the expiry.
             result = sqlite_samples.insert_refs(db, run, refs, frees)
             again = {ref.source_task_id for ref in refs if ref.sample_id in result.stale}
-            sqlite_tasks.finish(db, run, [id_ for lease in done if (id_ := lease.task.task_id) not in again])
+            sqlite_tasks.finish(db, run, [lease.task for lease in done if lease.task.task_id not in again])
             sqlite_tasks.return_expired(db, run, now)
             return result
 

@@ -116,13 +116,21 @@ def fail(db: Connection, run: int, failures: Sequence[TaskFailure]) -> tuple[str
     return tuple(dead)
 
 
-def finish(db: Connection, run: int, task_ids: Sequence[str]) -> None:
-    """Mark tasks as done, whoever holds their lease. Dead ones stay dead; an unknown one is a StoreError."""
-    for task_id in task_ids:
-        if find_state(db, run, task_id) is None:
-            raise StoreError(f"task {task_id} is unknown to the control plane: expected one that was added to this run")
+def finish(db: Connection, run: int, tasks: Sequence[PromptTask]) -> None:
+    """Mark tasks as done, whoever holds their lease. Dead ones stay dead; an unknown one is a StoreError.
+
+    One is pending again if the reference of a sample was withdrawn while another of its samples was captured again.
+    """
+    for task in tasks:
+        if find_state(db, run, task.task_id) is None:
+            raise StoreError(
+                f"task {task.task_id} is unknown to the control plane: expected one that was added to this run"
+            )
+        withdrawn = "SELECT 1 FROM samples WHERE run = ? AND sample_id = ? AND seq IS NULL"
+        again = any(db.execute(withdrawn, (run, each)).fetchone() for each in task.sample_ids)
         db.execute(
-            "UPDATE tasks SET state = ? WHERE run = ? AND task_id = ? AND state != ?", (DONE, run, task_id, DEAD)
+            "UPDATE tasks SET state = ? WHERE run = ? AND task_id = ? AND state != ?",
+            (PENDING if again else DONE, run, task.task_id, DEAD),
         )
 
 

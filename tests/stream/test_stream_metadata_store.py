@@ -154,6 +154,21 @@ def test_late_content_of_the_last_attempt_counts_if_nobody_has_noticed_the_expir
     assert [letter.task for letter in once.read_dead_letters()] == [lost.task]
 
 
+def test_a_task_of_which_a_sample_is_withdrawn_before_its_other_one_is_committed_is_made_again(
+    controller: DataFlowController, clock: Clock
+) -> None:
+    controller.add_tasks([toy_task(0)])
+    (lease,) = controller.lease_tasks("a")
+    first, second = refs_of(lease.task)
+    controller.commit_samples([first])
+    assert controller.requeue_lost([first.sample_id]) == ()
+    assert controller.commit_samples([second], [lease]).committed == (second.sample_id,)
+    assert controller.count_tasks() == TaskCounts(pending=1)
+    (again,) = controller.lease_tasks("b")
+    assert controller.commit_samples([first, second], [again]).committed == (first.sample_id,)
+    assert controller.count_tasks() == TaskCounts(done=1)
+
+
 def test_a_commit_that_fails_changes_nothing(controller: DataFlowController) -> None:
     controller.add_tasks([toy_task(0)])
     (lease,) = controller.lease_tasks("a")

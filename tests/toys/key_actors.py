@@ -68,9 +68,9 @@ class Producer:
                     self.put |= set(ref.select(names).feature_keys.values())
                     self.store.put(ref.select(names), tensors)
                     yield
-                self.put.clear()
                 done = self.controller.commit_samples(refs, [lease], frees)
                 refs, frees = [ref for ref in refs if ref.sample_id in done.stale], done.frees
+                self.put &= {key for ref in refs for key in ref.feature_keys.values()}
 
 
 class Consumer:
