@@ -1,10 +1,10 @@
-"""What our Mooncake stores cost above Mooncake's own calls: put and get of one size, in turns.
+"""What our Mooncake store costs above Mooncake's own calls: put and get of one size, in turns.
 
     make mooncake-env
     LD_LIBRARY_PATH=… .venv-mooncake/bin/python benchmarks/mooncake_store.py --mib 16 --rounds 15     # see docs/mooncake.md
 
 A store of its own is started on the loopback interface, its memory in another process, over TCP. In each round the raw
-calls (`put_from`, `get_into` with registered buffers, hard-pinned) and both stores put and get one tensor, in an order
+calls (`put_from`, `get_into` with registered buffers, hard-pinned) and the store put and get one tensor, in an order
 that changes from round to round. A share is the median of the rounds' quotients raw time / our time.
 """
 
@@ -26,7 +26,6 @@ import typer
 from figures import format_table
 
 from draftworks.features.contracts import SampleRef
-from draftworks.features.keyed_mooncake import KeyedMooncakeStore
 from draftworks.features.mooncake_store import MooncakeFeatureStore
 from draftworks.mooncake.client import MooncakeClient, Region
 from draftworks.mooncake.service import MooncakeOptions, MooncakeService
@@ -73,20 +72,7 @@ def build_raw(client: MooncakeClient, nbytes: int) -> Side:
     return Side("raw", put, get, free)
 
 
-def build_once(store: MooncakeFeatureStore) -> Side:
-    refs: dict[int, SampleRef] = {}
-    handles = {}
-
-    def put(index: int, tensor: torch.Tensor) -> None:
-        refs[index] = store.put(SampleRef(f"s{index}", "", "", "", {"last": ""}, {}), {"last": tensor})
-
-    def get(index: int, _: torch.Tensor) -> None:
-        handles[index] = store.get(refs[index])[1]
-
-    return Side("consume_once", put, get, lambda index: store.release(handles.pop(index)))
-
-
-def build_keyed(store: KeyedMooncakeStore) -> Side:
+def build_ours(store: MooncakeFeatureStore) -> Side:
     refs: dict[int, SampleRef] = {}
 
     def put(index: int, tensor: torch.Tensor) -> None:
@@ -98,7 +84,7 @@ def build_keyed(store: KeyedMooncakeStore) -> Side:
     def free(index: int) -> None:
         store.free(refs.pop(index).feature_keys.values())
 
-    return Side("keyed", put, get, free)
+    return Side("ours", put, get, free)
 
 
 def measure(sides: list[Side], tensor: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:
@@ -133,9 +119,8 @@ def main(
         options = MooncakeOptions(max(64 << 20, 8 * tensor.nbytes), store_id="bench")
         with MooncakeService(options, Path(folder)) as service:
             client = MooncakeClient(service.address)
-            once = MooncakeFeatureStore(service.address, sole_reader=True, client=client)
-            keyed = KeyedMooncakeStore(service.address, sole_reader=True, client=client)
-            figures = measure([build_raw(client, tensor.nbytes), build_once(once), build_keyed(keyed)], tensor, rounds)
+            store = MooncakeFeatureStore(service.address_file, 0.0, connect=lambda _: client)
+            figures = measure([build_raw(client, tensor.nbytes), build_ours(store)], tensor, rounds)
             client.close()
     columns = ("", *(name.replace("_", " ") for name in next(iter(figures.values()))))
     print(format_table(columns, [[name, *map(str, each.values())] for name, each in figures.items()]))

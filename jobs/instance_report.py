@@ -19,7 +19,7 @@ from typing import Any
 import dagster as dg
 
 from draftworks.errors import DraftworksError
-from draftworks.preflight.installation.machine_probes import Line
+from draftworks.preflight.findings import Finding
 from draftworks.storage.words import format_count, list_names
 from draftworks.targets.registry import Registry
 from jobs.instance_problems import describe_instance_problem
@@ -38,7 +38,7 @@ CONNECT_S = 4
 _MOST_RUNS = 200
 
 
-def report_instance(home: Path, registry: Registry) -> Iterator[Line]:
+def report_instance(home: Path, registry: Registry) -> Iterator[Finding]:
     """Yield lines about the instance in a DAGSTER_HOME, then about the code location."""
     instance = None
     try:
@@ -46,17 +46,17 @@ def report_instance(home: Path, registry: Registry) -> Iterator[Line]:
         if reason is None:
             instance = open_instance(home)
             runs = instance.get_runs_count()
-            yield Line(AREA, "ok", f"instance {home}: its storage answers, {format_count(runs, 'run')}")
+            yield Finding("ok", f"instance {home}: its storage answers, {format_count(runs, 'run')}", AREA)
             yield from report_migrations(instance)
             yield from report_daemon(instance, acts=acts_by_itself(registry))
             yield from report_dead_runs(instance)
         else:
-            yield Line(AREA, "ok", reason)
+            yield Finding("ok", reason, AREA)
             if acts_by_itself(registry):
                 yield _describe_missing_daemon("no daemon has ever run", acts=True)
     except Exception as error:
         found = describe_instance_problem(error) or f"{home}: the instance cannot be opened: {_describe(error)}"
-        yield Line(AREA, "problem", found, "see docs/how-to/deployment.md")
+        yield Finding("error", found, AREA, "see docs/how-to/deployment.md")
         instance = None
     yield from report_claims(registry)
     yield from report_code_location(registry, instance)
@@ -100,7 +100,7 @@ def require_postgres(settings: dict[str, Any]) -> None:
     engine.dispose()
 
 
-def report_migrations(instance: dg.DagsterInstance) -> Iterator[Line]:
+def report_migrations(instance: dg.DagsterInstance) -> Iterator[Finding]:
     """Yield whether the databases have the schema of this version of Dagster."""
     behind = []
     storages = {
@@ -114,12 +114,12 @@ def report_migrations(instance: dg.DagsterInstance) -> Iterator[Line]:
             behind.append(f"{name} ({version[0]}, this version's is {version[1]})")
     if behind:
         todo = "end all runs and the daemon, make a backup, then: dagster instance migrate (docs/operations.md)"
-        yield Line(AREA, "problem", f"the database is of another version of Dagster: {', '.join(behind)}", todo)
+        yield Finding("error", f"the database is of another version of Dagster: {', '.join(behind)}", AREA, todo)
     else:
-        yield Line(AREA, "ok", f"no migration is needed for Dagster {dg.__version__}")
+        yield Finding("ok", f"no migration is needed for Dagster {dg.__version__}", AREA)
 
 
-def report_daemon(instance: dg.DagsterInstance, acts: bool) -> Iterator[Line]:
+def report_daemon(instance: dg.DagsterInstance, acts: bool) -> Iterator[Finding]:
     """Yield whether the daemon lives, by its heartbeats.
 
     Args:
@@ -135,14 +135,14 @@ def report_daemon(instance: dg.DagsterInstance, acts: bool) -> Iterator[Line]:
         oldest = max(silent.values())
         yield _describe_missing_daemon(f"the daemon is silent: {', '.join(sorted(silent))} for {_format(oldest)}", acts)
     else:
-        yield Line(AREA, "ok", f"the daemon lives, {', '.join(sorted(known))}")
+        yield Finding("ok", f"the daemon lives, {', '.join(sorted(known))}", AREA)
     for kind, beat in heartbeats.items():
         if kind in known and kind not in silent and beat.errors:
             first = beat.errors[0].message.strip().splitlines()[0]
-            yield Line(AREA, "warning", f"the daemon's {kind} reports an error: {first}", "look at the daemon's log")
+            yield Finding("warning", f"the daemon's {kind} reports an error: {first}", AREA, "look at the daemon's log")
 
 
-def report_dead_runs(instance: dg.DagsterInstance) -> Iterator[Line]:
+def report_dead_runs(instance: dg.DagsterInstance) -> Iterator[Finding]:
     """Yield unfinished runs of this machine whose process is gone."""
     dead = []
     for run in instance.get_runs(filters=dg.RunsFilter(statuses=UNFINISHED), limit=_MOST_RUNS):
@@ -151,10 +151,10 @@ def report_dead_runs(instance: dg.DagsterInstance) -> Iterator[Line]:
             dead.append(run.run_id)
     if dead:
         todo = "the next run, or pool_slot_sensor, marks them as failed and frees their pool slots"
-        yield Line(AREA, "warning", f"runs whose process is gone: {list_names(dead)}", todo)
+        yield Finding("warning", f"runs whose process is gone: {list_names(dead)}", AREA, todo)
 
 
-def report_claims(registry: Registry) -> Iterator[Line]:
+def report_claims(registry: Registry) -> Iterator[Finding]:
     """Yield claims of scheduler jobs for which no living run of this machine waits."""
     try:
         var = registry.resolve_var_folder()
@@ -166,10 +166,10 @@ def report_claims(registry: Registry) -> Iterator[Line]:
     if stale:
         todo = "run the same job again: it waits for the scheduler's job; orphan_sensor ends those nobody waits for"
         names = list_names(path.relative_to(var) for path in sorted(stale))
-        yield Line("leftovers", "warning", f"claims of jobs whose run is gone: {names}", todo)
+        yield Finding("warning", f"claims of jobs whose run is gone: {names}", "leftovers", todo)
 
 
-def report_code_location(registry: Registry, instance: dg.DagsterInstance | None) -> Iterator[Line]:
+def report_code_location(registry: Registry, instance: dg.DagsterInstance | None) -> Iterator[Finding]:
     """Yield whether the definitions of this registry load, and what a person has switched off."""
     from spec_assets.code_location import build_definitions
 
@@ -177,18 +177,18 @@ def report_code_location(registry: Registry, instance: dg.DagsterInstance | None
         definitions = build_definitions(registry.root)
         repository = definitions.get_repository_def()
     except Exception as error:
-        yield Line(AREA, "problem", f"the code location does not load: {_describe(error)}", "draftworks check")
+        yield Finding("error", f"the code location does not load: {_describe(error)}", AREA, "draftworks check")
         return
     defaults = {one.name: one.default_status.value for one in (*repository.schedule_defs, *repository.sensor_defs)}
     on = sorted(name for name, status in defaults.items() if status == "RUNNING")
     count = len(list(repository.assets_defs_by_key))
-    yield Line(AREA, "ok", f"the code location loads: {count} assets, on by default: {', '.join(on) or 'nothing'}")
+    yield Finding("ok", f"the code location loads: {count} assets, on by default: {', '.join(on) or 'nothing'}", AREA)
     states = () if instance is None else instance.all_instigator_state()
     stopped = {state.instigator_name for state in states if state.status.value == "STOPPED"}
     switched_off = [name for name in on if name in stopped]
     if switched_off:
         todo = "switch them on in the UI under Automation, unless this is wanted"
-        yield Line(AREA, "warning", f"on by the deployment, but switched off: {', '.join(switched_off)}", todo)
+        yield Finding("warning", f"on by the deployment, but switched off: {', '.join(switched_off)}", AREA, todo)
 
 
 def acts_by_itself(registry: Registry) -> bool:
@@ -199,11 +199,11 @@ def acts_by_itself(registry: Registry) -> bool:
         return False
 
 
-def _describe_missing_daemon(found: str, acts: bool) -> Line:
+def _describe_missing_daemon(found: str, acts: bool) -> Finding:
     if acts:
         todo = "start it: make ui, or dagster-daemon run; nothing starts by itself without it (automation: true)"
-        return Line(AREA, "problem", found, todo)
-    return Line(AREA, "ok", f"{found}; runs from a terminal need none, schedules and sensors do")
+        return Finding("error", found, AREA, todo)
+    return Finding("ok", f"{found}; runs from a terminal need none, schedules and sensors do", AREA)
 
 
 def _read_storage(home: Path) -> dict[str, Any]:

@@ -132,15 +132,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
         *(make_decision_asset(strategy, measured) for strategy in decided),
         *map(make_observed_asset, observed),
     ]
-    checks = [
-        *map(make_eval_answers_check, evals),
-        *map(make_eval_features_check, [HELDOUT, *evals]),
-        *map(make_draft_check, strategies),
-        *map(make_report_checks, strategies),
-        *map(make_export_checks, exported),
-        *map(make_serving_check, exported),
-        *map(make_promoted_check, promoted),
-    ]
+    checks = _make_checks(evals, strategies, exported, promoted)
     workspace = Workspace(registry_root=str(registry_root))
     return dg.Definitions(
         assets=[*partition_assets(assets, targets), make_leaderboard_asset(strategies)],
@@ -163,6 +155,24 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
         executor=make_executor(registry, preload=list_preloaded(module)),
         loggers={"console": console},
     )
+
+
+def _make_checks(
+    evals: Sequence[str],
+    strategies: Sequence[StrategySpec],
+    exported: Sequence[StrategySpec],
+    promoted: Sequence[StrategySpec],
+) -> list[dg.AssetChecksDefinition]:
+    """Return the checks that are steps of their own; those of other assets come with them."""
+    return [
+        *map(make_eval_answers_check, evals),
+        *map(make_eval_features_check, [HELDOUT, *evals]),
+        *map(make_draft_check, strategies),
+        *map(make_report_checks, strategies),
+        *map(make_export_checks, exported),
+        *map(make_serving_check, exported),
+        *map(make_promoted_check, promoted),
+    ]
 
 
 def _make_training_jobs(strategies: Sequence[StrategySpec]) -> list[Any]:

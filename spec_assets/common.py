@@ -16,6 +16,7 @@ from draftworks.config.run_files import RunFile
 from draftworks.config.service import Outcome
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
+from draftworks.planning.identities import identify_result
 from draftworks.sglang.environment import build_program_environment
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.files import explain_full_disk
@@ -197,17 +198,22 @@ def retry_on_failure(
 def obtain_result(
     context: dg.AssetExecutionContext,
     workspace: Workspace,
-    identity: dict[str, Any],
     build: Callable[[Path], BuildResult],
+    identity: dict[str, Any] | None = None,
     **options: Any,
 ) -> Artifact:
     """Return the result of this step's asset and partition from the artifact store; build it if there is none.
 
-    The code version of the asset is part of the identity. Options are those of `ArtifactStore.obtain`.
+    Options are those of `ArtifactStore.obtain`.
+
+    Args:
+        identity: without the asset's code version; by default that of `identify_result`.
     """
-    spec = context.assets_def.get_asset_spec(context.asset_key)
-    identity = {**identity, "code_version": spec.code_version}
     asset = context.asset_key.to_user_string()
+    if identity is None:
+        identity = identify_result(workspace.results, workspace.registry.load_target(context.partition_key), asset)
+    else:
+        identity = {**identity, "code_version": context.assets_def.get_asset_spec(context.asset_key).code_version}
     if options.get("start_over"):
         # Before its folder is removed: what a killed run has left in a scheduler would go on to write there.
         ended = end_abandoned_job(workspace.artifacts.locate_partial(asset, context.partition_key, identity) / CLAIM)

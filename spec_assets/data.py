@@ -12,9 +12,6 @@ from draftworks.errors import ConfigError
 from draftworks.planning.identities import (
     TRAIN,
     Conversations,
-    identify_answers,
-    identify_tokens,
-    identify_vocab_mapping,
 )
 from draftworks.preflight.gates import describe_coverage, is_low
 from draftworks.storage.artifacts import Artifact, BuildResult
@@ -30,7 +27,6 @@ from draftworks.storage.names import (
 )
 from draftworks.targets.shared_needs import resolve_draft_vocab_size
 from draftworks.targets.training_data import (
-    identify_conversations,
     load_slice_plan,
     load_training_datasets,
 )
@@ -68,8 +64,7 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
         source = registry.load_dataset(target.dataset)
         return _to_build_result(prepare_conversations(source, target.data, registry.root, files, out))
 
-    identity = identify_conversations(target, workspace.read_training_data_version(target), files.vocab_size)
-    artifact = obtain_result(context, workspace, identity.to_json(), build)
+    artifact = obtain_result(context, workspace, build)
     metadata = {
         "dagster/row_count": artifact.summary["conversations"],
         **select_figures(artifact),
@@ -143,7 +138,7 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
         count_by = None if spec.mix is None else next(iter(spec.mix.shares), None)
         return _to_build_result(keep_supervised_rows(source.path / TOKENS_FOLDER, out, count_by))
 
-    artifact = obtain_result(context, workspace, identify_tokens(source), build)
+    artifact = obtain_result(context, workspace, build)
     metadata = {
         "dagster/row_count": artifact.summary["samples"],
         **select_figures(artifact),
@@ -170,7 +165,7 @@ def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
 
         return _to_build_result(map_vocabulary(tokens.path, files, size, out, heldout.path / TOKENS_FOLDER))
 
-    artifact = obtain_result(context, workspace, identify_vocab_mapping(workspace.results, spec), build)
+    artifact = obtain_result(context, workspace, build)
     (context.log.warning if is_low(artifact) else context.log.info)(describe_coverage(artifact))
     return report_result(context, artifact, select_figures(artifact))
 
@@ -220,8 +215,7 @@ def answer_conversations(
             tokenize_part(source.folder, source.kind, files, spec.data, spec.max_length, out, log, thinking=thinking)
         )
 
-    build = regenerate if generated else pass_through
-    return obtain_result(context, workspace, identify_answers(spec, files, source, responses).to_json(), build)
+    return obtain_result(context, workspace, regenerate if generated else pass_through)
 
 
 def check_supervised_share(artifact: Artifact, asset_name: str, target: TargetSpec) -> dg.AssetCheckResult:

@@ -292,8 +292,8 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         artifact = obtain_result(
             context,
             workspace,
-            inputs.to_identity(strategy).to_json(),
             build,
+            inputs.to_identity(strategy).to_json(),
             # A retry of a training that was to start over continues from that training's own checkpoint.
             start_over=config.start_over and context.retry_number == 0,
             rebuild=config.start_over,

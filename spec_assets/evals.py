@@ -19,7 +19,6 @@ from draftworks.storage.files import publish_json, remove
 from draftworks.storage.names import RECIPE, TARGET_MODEL, EvalSetAssets, of_eval_set
 from draftworks.storage.records import AnswersIdentity, EvalFeaturesIdentity
 from draftworks.targets.registry import Registry
-from draftworks.targets.training_data import identify_eval_set
 from resources.job_claims import CLAIM
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -73,8 +72,7 @@ def _make_set_asset(name: str) -> dg.AssetsDefinition:
             )
             return BuildResult(data_version=summary["digest"], summary=summary)
 
-        identity = identify_eval_set(target, spec, workspace.read_dataset_version(dataset), files.vocab_size)
-        artifact = obtain_result(context, workspace, identity.to_json(), build)
+        artifact = obtain_result(context, workspace, build)
         metadata = {**select_figures(artifact), **describe_rejections(artifact), **describe_lineage(artifact)}
         return report_result(context, artifact, metadata)
 
@@ -142,13 +140,7 @@ def make_eval_features_asset(name: str) -> dg.AssetsDefinition:
             clear(out)  # the cache has what it needs
             return result
 
-        artifact = obtain_result(
-            context,
-            workspace,
-            subject.identity.to_json(),
-            build,
-            still_good=lambda _: cached.is_cached(subject.inputs),
-        )
+        artifact = obtain_result(context, workspace, build, still_good=lambda _: cached.is_cached(subject.inputs))
         return report_result(context, artifact, {**describe_features(artifact), **_describe_cache(workspace, artifact)})
 
     return features

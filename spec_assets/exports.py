@@ -9,7 +9,7 @@ import dagster as dg
 from draftworks.config.run_files import ExportRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.export.names import DRAFT_FOLDER, GATE_MEANINGS, READABLE
-from draftworks.planning.identities import find_card, identify_export
+from draftworks.planning.identities import find_card
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.identity import digest
 from draftworks.storage.names import TARGET_MODEL, of_strategy
@@ -63,9 +63,7 @@ def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             made = job.report["formats"]
             return BuildResult(digest({name: result["digest"] for name, result in made.items()}), job.report)
 
-        artifact = obtain_result(
-            context, workspace, identify_export(strategy, draft, files, settings, card).to_json(), build
-        )
+        artifact = obtain_result(context, workspace, build)
         for name, reason in artifact.summary["refused"].items():
             context.log.warning(f"not exported as {name}: {reason}")
         published = _publish_if_sound(context, workspace, names.export, artifact)

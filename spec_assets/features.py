@@ -5,7 +5,7 @@ from pathlib import Path
 import dagster as dg
 
 from draftworks.config.run_files import CaptureRun
-from draftworks.planning.identities import PLANNED, identify_features
+from draftworks.planning.identities import PLANNED
 from draftworks.preflight.gates import require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.names import RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, TRAINING_FEATURES
@@ -73,8 +73,7 @@ def training_features(
 
         return holds_feature_set(store, artifact.path)
 
-    identity = identify_features(workspace.results, spec)
-    artifact = obtain_result(context, workspace, identity.to_json(), build, still_good=still_stored)
+    artifact = obtain_result(context, workspace, build, still_good=still_stored)
     check = judge_verification(artifact, check_name=VERIFIED, asset_key=TRAINING_FEATURES)
     return report_result(context, artifact, describe_features(artifact), [check])
 

@@ -46,7 +46,7 @@ def fp8_gate(
     files, gates = workspace.resolve_target_files(target.name), target.gates
     trainings = SampleTrainings(context, launcher, workspace, target, files, gates.fp8_steps, gates.fp8_seeds)
     comparison = Comparison(trainings, workspace.artifacts.load_current(TOKENIZED_TRAIN, target.name))
-    artifact = obtain_result(context, workspace, comparison.identity, comparison.run)
+    artifact = obtain_result(context, workspace, comparison.run, comparison.identity)
     found = read_verdicts(artifact, target.gates.fp8_max_loss)
     columns = ("strategy", "verdict", "relative loss", "low", "high", "by seed", "prompts")
     rows = [

@@ -88,11 +88,10 @@ def make_report_asset(strategy: StrategySpec, evals: EvalUsers) -> dg.AssetsDefi
             context.log.info(f"draft {served.draft.path.name} is in service and not the newest one: measured too")
             measure = functools.partial(build, served)
             try:
-                obtain_result(context, workspace, served.to_identity(workspace).to_json(), measure)
+                obtain_result(context, workspace, measure, served.to_identity(workspace).to_json())
             except (dg.Failure, DraftworksError) as error:  # it may be of other shapes than the target has now
                 context.log.warning(f"the draft in service could not be measured: {error}")
-        identity = newest.to_identity(workspace).to_json()
-        artifact = obtain_result(context, workspace, identity, functools.partial(build, newest))
+        artifact = obtain_result(context, workspace, functools.partial(build, newest))
         published = publish_result(context, workspace, artifact)
         slices = describe_weighted_slices(workspace, strategy, artifact)
         return report_result(context, artifact, {**describe_report(artifact, strategy.name), **slices, **published})

@@ -82,7 +82,7 @@ def make_serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             counted = {name: summary[name] for name in ("acceptance", "answers", "same_answers")}
             return BuildResult(digest(counted), summary)
 
-        artifact = obtain_result(context, workspace, subject.to_identity(workspace), build)
+        artifact = obtain_result(context, workspace, build, subject.to_identity(workspace))
         return report_result(context, artifact, describe_serving(artifact))
 
     return serving

@@ -48,7 +48,7 @@ def thinking_comparison(
         workspace.artifacts.load_current(TOKENIZED_TRAIN, target.name),
         workspace.artifacts.load_current(HELDOUT_RESPONSES, target.name),
     )
-    artifact = obtain_result(context, workspace, comparison.identity, comparison.run)
+    artifact = obtain_result(context, workspace, comparison.run, comparison.identity)
     return report_result(context, artifact, describe_comparison(artifact))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -320,33 +320,18 @@ def prepare_mix(
     """
     if shares is not None and shares.is_of_thinking:
         ChatTokenizer.load(target, thinking=True)
-    found: dict[str, Conversation] = {}
-    origin: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    lineage: dict[str, Any] = {}
-    for dataset in datasets:
-        folder = out / "rejected" / dataset.name
-        folder.mkdir(parents=True, exist_ok=True)
-        chosen = choose_rows(dataset, None, data.max_rejected_share, root, target, folder)
-        if chosen.kind == "tokens":
-            raise DataError(f"data set {dataset.name} is tokenized already: only conversations can be mixed")
-        counts.update({name: count for name, count in chosen.counts.items() if isinstance(count, int)})
-        lineage |= chosen.counts.get("lineage", {})
-        for conversation in chosen.items:
-            counts["duplicates"] += conversation.id in found
-            origin.setdefault(conversation.id, dataset.name)
-            found.setdefault(conversation.id, add_slice_columns(conversation, dataset.name))
-    _join_quarantines(out, [dataset.name for dataset in datasets])
-    chosen_parts = choose_parts(list(found.values()), data, plan, shares)
-    parts = chosen_parts.parts
+    read = _read_mix(datasets, data, root, target, out)
     names = [dataset.name for dataset in datasets]
+    _join_quarantines(out, names)
+    chosen_parts = choose_parts(list(read.conversations.values()), data, plan, shares)
+    parts = chosen_parts.parts
     summary: dict[str, Any] = {
-        **counts,
+        **read.counts,
         "mix": {
-            name: {part: sum(origin[_identify_prompt(one)] == name for one in parts[part]) for part in parts}
+            name: {part: sum(read.origin[_identify_prompt(one)] == name for one in parts[part]) for part in parts}
             for name in names
         },
-        **({"lineage": lineage} if lineage else {}),
+        **({"lineage": read.lineage} if read.lineage else {}),
     }
     if shares is not None and chosen_parts.shared is not None:
         summary["shares"] = {
@@ -359,14 +344,42 @@ def prepare_mix(
     if plan is not None:
         save_plan(out / WEIGHTS_FILE, plan)
         weighted = [plan.weigh(one.columns) > 1 for one in parts["train"]]
-        available = sum(not is_held_out(one.prompt_key, data.held_out_share) for one in found.values())
+        trained = (not is_held_out(one.prompt_key, data.held_out_share) for one in read.conversations.values())
         summary |= {
             "weights": plan.identity,
             "weighted_conversations": sum(weighted),
-            "weights_have_effect": any(weighted) and available > len(parts["train"]),
+            "weights_have_effect": any(weighted) and sum(trained) > len(parts["train"]),
         }
     chosen = Chosen("conversations", (*parts["train"], *parts["heldout"]), summary)
     return write_parts(chosen, parts, " + ".join(names), data, out)
+
+
+@dataclass(frozen=True)
+class _Mix:
+    """Conversations of several data sets, without repetitions, and the data set in which each comes first, by id."""
+
+    conversations: dict[str, Conversation] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    lineage: dict[str, Any] = field(default_factory=dict)
+
+
+def _read_mix(datasets: Sequence[DatasetSpec], data: DataSpec, root: Path, target: TargetFiles, out: Path) -> _Mix:
+    """Read the usable rows of each data set; write those that are rejected below `out`."""
+    mix = _Mix()
+    for dataset in datasets:
+        folder = out / "rejected" / dataset.name
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen = choose_rows(dataset, None, data.max_rejected_share, root, target, folder)
+        if chosen.kind == "tokens":
+            raise DataError(f"data set {dataset.name} is tokenized already: only conversations can be mixed")
+        mix.counts.update({name: count for name, count in chosen.counts.items() if isinstance(count, int)})
+        mix.lineage.update(chosen.counts.get("lineage", {}))
+        for conversation in chosen.items:
+            mix.counts["duplicates"] += conversation.id in mix.conversations
+            mix.origin.setdefault(conversation.id, dataset.name)
+            mix.conversations.setdefault(conversation.id, add_slice_columns(conversation, dataset.name))
+    return mix
 
 
 @dataclass(frozen=True)

@@ -135,10 +135,9 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class FeatureHandle:
-    """A lease on fetched tensors. A handle of an older generation releases nothing."""
+    """A lease on fetched tensors. A handle whose lease has ended releases nothing."""
 
     sample_id: str
-    generation: int
     lease_token: str
 
 
@@ -245,8 +244,8 @@ class KeyedFeatureStore(FeatureStore):
     def free(self, keys: Iterable[str]) -> int:
         """Remove features by key; return the bytes freed by this call. Unknown keys are ignored.
 
-        Freed keys are missing at once, and can be put again. What is under lease in this process takes its bytes until
-        its last lease ends.
+        Freed keys are missing at once, and can be put again. Where `get` returns no copies, what is under lease in this
+        process takes its bytes until its last lease ends.
         """
 
     def find_unused(self, used: Collection[str]) -> list[StoredFile]:

@@ -30,7 +30,7 @@ class KeyedSharedDirStore(KeyedFeatureStore):
 
     Another strategy adds its taps to existing samples, samples with the same tokens share their features, and references
     equal those of any other store with the same content. What is put is published at once, by a link that never
-    replaces, and kept until it is freed. Tensors are copies, so leases only defer the removal of freed files.
+    replaces, and kept until it is freed. Tensors are copies, so what is freed goes at once, leased or not.
 
     Args:
         root: created if absent. Its file system must have hard links.
@@ -45,7 +45,6 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         self._folder = SampleFolder(root)
         self._staging_age_s = staging_age_s
         self._leases = LeaseTable(max_hold_age_s)
-        self._deferred: list[tuple[str, Path]] = []
         self._lock = RLock()
 
     @property
@@ -66,35 +65,24 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         return fill_in_ref(ref, tensors, self.uri)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
+        tensors = {name: self._read(ref, name, key) for name, key in ref.feature_keys.items()}
         with self._lock:
-            handle = self._leases.grant(ref.sample_id, 0, ref.feature_keys.values())
-        try:
-            return {name: self._read(ref, name, key) for name, key in ref.feature_keys.items()}, handle
-        except BaseException:
-            self.release(handle)
-            raise
+            return tensors, self._leases.grant(ref.sample_id)
 
     def release(self, handle: FeatureHandle) -> None:
-        """Return the lease; files that were freed meanwhile go with the last one."""
         with self._lock:
             self._leases.end(handle)
-            self._remove_deferred()
 
     def abort(self, sample_id: str) -> None:
         """Void the sample's leases. `put` buffers nothing that could be discarded."""
         with self._lock:
             self._leases.void(sample_id)
-            self._remove_deferred()
 
     def gc(self) -> int:
+        """Drop old leases; remove what crashed writers left; return the bytes freed."""
         with self._lock:
             self._leases.expire()
-            freed = self._remove_deferred()
-            held = {path for _, path in self._deferred}
-        crashed = [
-            each for each in self._folder.staging_files() if each not in held and age_s(each) > self._staging_age_s
-        ]
-        return freed + sum(map(remove, crashed))
+        return sum(map(remove, [each for each in self._folder.staging_files() if age_s(each) > self._staging_age_s]))
 
     def health(self) -> dict[str, Any]:
         files = self._folder.list_files()
@@ -116,9 +104,7 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         return [key for key in keys if sample_key(key) not in present]
 
     def free(self, keys: Iterable[str]) -> int:
-        """Remove the files of features, see `KeyedFeatureStore.free`; what is under lease here is set aside until then."""
-        with self._lock:
-            return sum(map(self._free, keys))
+        return sum(self._folder.remove(sample_key(key)) for key in keys)
 
     def find_unused(self, used: Collection[str]) -> list[StoredFile]:
         kept = set(map(sample_key, used))
@@ -139,14 +125,6 @@ class KeyedSharedDirStore(KeyedFeatureStore):
 
     def close(self) -> None:
         """No-op: `get` keeps nothing open."""
-
-    def _free(self, key: str) -> int:
-        if not self._leases.holds(key):
-            return self._folder.remove(sample_key(key))
-        aside = self._folder.take_away(key)
-        if aside is not None:
-            self._deferred.append((key, aside))
-        return 0
 
     def _publish(self, key: str, tensor: Tensor) -> None:
         path = self._folder.path(key)
@@ -178,9 +156,3 @@ class KeyedSharedDirStore(KeyedFeatureStore):
             ) from error
         except (OSError, StoreError) as error:
             raise StoreError(f"{where}: {error}. If the file is damaged, remove it and capture again") from error
-
-    def _remove_deferred(self) -> int:
-        """Remove the freed files whose last lease has ended; return the bytes."""
-        done = [path for key, path in self._deferred if not self._leases.holds(key)]
-        self._deferred = [each for each in self._deferred if self._leases.holds(each[0])]
-        return sum(map(remove, done))

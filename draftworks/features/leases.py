@@ -16,7 +16,6 @@ class Lease:
     """A lease: `holds` names what must not be freed before it ends."""
 
     sample_id: str
-    generation: int
     holds: frozenset[Hashable]
     since: float
 
@@ -33,9 +32,9 @@ class LeaseTable:
         self._leases: dict[str, Lease] = {}
         self._held: Counter[Hashable] = Counter()
 
-    def grant(self, sample_id: str, generation: int, holds: Iterable[Hashable]) -> FeatureHandle:
-        handle = FeatureHandle(sample_id, generation, uuid.uuid4().hex)
-        lease = Lease(sample_id, generation, frozenset(holds), time.monotonic())
+    def grant(self, sample_id: str, holds: Iterable[Hashable] = ()) -> FeatureHandle:
+        handle = FeatureHandle(sample_id, uuid.uuid4().hex)
+        lease = Lease(sample_id, frozenset(holds), time.monotonic())
         self._leases[handle.lease_token] = lease
         self._held.update(lease.holds)
         return handle

@@ -115,7 +115,7 @@ class LocalFeatureStore(KeyedFeatureStore):
         """Return tensors by feature name: read-only views of the mapped file, valid beyond the lease."""
         with self._lock:
             shards = {holders[0].path for holders in map(self._index.holders, ref.feature_keys.values()) if holders}
-            handle = self._leases.grant(ref.sample_id, 0, shards)
+            handle = self._leases.grant(ref.sample_id, shards)
         try:
             return {name: self._fetch(ref, name, key) for name, key in ref.feature_keys.items()}, handle
         except BaseException:

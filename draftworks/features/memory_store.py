@@ -86,7 +86,7 @@ class MemoryFeatureStore(KeyedFeatureStore):
         self._require_owner(ref.sample_id)
         with self._changed:
             tensors = {name: self._read(ref, name, key) for name, key in ref.feature_keys.items()}
-            return tensors, self._leases.grant(ref.sample_id, 0, ref.feature_keys.values())
+            return tensors, self._leases.grant(ref.sample_id, ref.feature_keys.values())
 
     def release(self, handle: FeatureHandle) -> None:
         with self._changed:

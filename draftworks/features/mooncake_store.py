@@ -1,18 +1,19 @@
-"""Samples in Mooncake, consumed once: features go from a producer's memory to a consumer's without a disk."""
+"""Features in Mooncake under their content keys: from a producer's memory to a trainer's without a disk."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef
+from draftworks.errors import ConfigError, StoreError, StoreLostError
+from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
 from draftworks.features.leases import LeaseTable
-from draftworks.features.mooncake_entries import MooncakeEntries
-from draftworks.features.mooncake_head import Head, ObjectKey
+from draftworks.features.mooncake_objects import MooncakeObjects, measure
 from draftworks.features.sample_folder import sample_key
 from draftworks.features.specs import dtype_name, fill_in_ref, require_spec
 from draftworks.mooncake.address import MooncakeAddress
@@ -21,204 +22,181 @@ from draftworks.mooncake.client import MooncakeClient
 if TYPE_CHECKING:
     from torch import Tensor
 
+FEATURE = "feature"
+"""Name of the one tensor of an object."""
+POLL_S = 0.2
+_Result = TypeVar("_Result")
+log = logging.getLogger(__name__)
 
-class MooncakeFeatureStore(FeatureStore):
-    """Samples that any number of processes put and get. Thread-safe.
 
-    `put` publishes a whole sample at once and supersedes earlier generations of it, for every process; its generation
-    is in the keys of the ref. Leases belong to the process: with `retain_on_release=False` the last release here frees
-    the sample, whoever else has read it. Tensors are copies in memory, valid beyond their lease.
+class MooncakeFeatureStore(KeyedFeatureStore):
+    """Features that any number of processes put, get and free, in the memory of a Mooncake service. Thread-safe.
 
-    A dead owner of the memory or a dead master is a lost store: every call raises StoreLostError, within the address's
-    timeout, until the service was started again and `reconnect` called.
+    A key is stored once, by the first process that puts it, and stays until it is freed, when it is missing for every
+    process and its memory free at once. Tensors are copies, valid beyond their lease.
+
+    A call that finds the store lost waits until its service runs again, and is made once more: what was lost is then
+    missing, as what was freed is.
 
     Args:
-        address: of a `MooncakeService` that runs.
-        retain_on_release: keep a sample when its last lease is released.
-        put_timeout_s: seconds for which `put` waits for room in a full store; 0 refuses at once.
-        sole_reader: no other process reads the samples that this one releases, so that their memory is free at once and
-            not when Mooncake's lease has run out.
+        address_file: of a `MooncakeService`, which may start later.
+        timeout_s: how long a store that does not run is waited for.
+        put_timeout_s: how long `put` waits for room; 0 refuses at once.
         max_hold_age_s: leases older than this are dropped by `gc`.
-        orphan_age_s: tensors put longer ago that belong to no sample are removed by `gc`.
-        client: a connection to the same address that others use too; by default the store has its own.
+        connect: makes the connection to an address.
 
     Raises:
         ConfigError: Mooncake is not installed.
-        StoreLostError: nothing answers at the address.
+        StoreLostError: the service has not started within `timeout_s`. Calls raise it too.
     """
 
     lease_bound = False
 
     def __init__(
         self,
-        address: MooncakeAddress,
-        retain_on_release: bool = False,
+        address_file: Path,
+        timeout_s: float,
         put_timeout_s: float = 60.0,
-        sole_reader: bool = False,
         max_hold_age_s: float = 3600.0,
-        orphan_age_s: float = 3600.0,
-        client: MooncakeClient | None = None,
+        connect: Callable[[MooncakeAddress], MooncakeClient] = MooncakeClient,
     ) -> None:
-        self.retain_on_release = retain_on_release
-        self._address = address
-        used = client or MooncakeClient(address)
-        self._owned_client = used if client is None else None
-        self._entries = MooncakeEntries(used, put_timeout_s, sole_reader, orphan_age_s)
+        self._address_file = address_file
+        self._timeout_s = timeout_s
+        self._put_timeout_s = put_timeout_s
+        self._connect = connect
         self._leases = LeaseTable(max_hold_age_s)
-        self._aborts: Counter[str] = Counter()
         self._lock = RLock()
+        self._losses = 0
+        self._objects: MooncakeObjects | None = None
+        self._wait_for_service()
 
     @property
     def uri(self) -> str:
-        return self._address.uri
+        assert self._objects is not None
+        return self._objects.client.address.uri
 
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
-        """Publish all features of a sample; the returned ref's keys are those of its tensors in Mooncake.
+        """Publish tensors by feature name. A key that is stored already is not stored again.
 
         Raises:
-            StoreError: not the features that the ref names, or the sample was aborted meanwhile.
-            StoreFullError: there was no room until the timeout.
+            StoreFullError: there was no room until the timeout; some of the features may be stored.
         """
-        if tensors.keys() != ref.feature_keys.keys():
-            raise StoreError(
-                f"sample {ref.sample_id}: expected the features {sorted(ref.feature_keys)} at once, found {sorted(tensors)}"
-            )
-        entry = sample_key(ref.sample_id)
-        aborts = self._aborts[entry]
-
-        def proceed() -> None:
-            if self._aborts[entry] != aborts:
-                raise StoreError(f"sample {ref.sample_id} was aborted while it was being put")
-
-        where = f"sample {ref.sample_id}"
-        generation = self._entries.put(where, {entry: tensors}, supersede=True, proceed=proceed)[entry]
-        keys = {name: self._entries.tensor_key(entry, generation, name) for name in tensors}
-        return fill_in_ref(ref, tensors, self.uri, keys)
+        contents = {_name(ref.feature_keys[name]): {FEATURE: tensor} for name, tensor in tensors.items()}
+        self._call(lambda objects: objects.put(f"sample {ref.sample_id}", contents))
+        return fill_in_ref(ref, tensors, self.uri)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
-        """Return tensors by feature name; StoreError also if the ref is of another store or was superseded."""
-        places = self._parse_keys(ref)
-        place = next(iter(places.values()))
+        specs = {name: ref.feature_specs.get(name) for name in ref.feature_keys}
+        sizes = {
+            _name(key): None if (spec := specs[name]) is None else measure(spec.nbytes)
+            for name, key in ref.feature_keys.items()
+        }
+        found = self._call(lambda objects: objects.read(f"sample {ref.sample_id}", sizes))
+        tensors: dict[str, Tensor] = {}
+        for name, key in ref.feature_keys.items():
+            where = f"sample {ref.sample_id}, feature {name}"
+            if _name(key) not in found:
+                raise StoreError(
+                    f"{where}: key {key} is not in the feature store {self.uri}. Capture the features again: only what is "
+                    "missing will be captured"
+                )
+            tensors[name] = found[_name(key)][FEATURE]
+            require_spec(specs[name], tuple(tensors[name].shape), dtype_name(tensors[name]), where)
         with self._lock:
-            handle = self._leases.grant(ref.sample_id, place.generation, [(place.entry, place.generation)])
-        try:
-            names = {name: unquote(at.name) for name, at in places.items()}
-            quick = self._try_read(ref, place, names)
-            if quick is not None:
-                return quick, handle
-            head = self._require_head(ref, place)
-            _require_agreement(ref, head, names)
-            found = self._entries.read(
-                f"sample {ref.sample_id}", [(place.entry, head, stored) for stored in names.values()]
-            )
-            if found is None:
-                raise StoreError(self._describe_absent(ref, place, self._entries.read_heads([place.entry])))
-            return dict(zip(names, found, strict=True)), handle
-        except BaseException:
-            with self._lock:
-                self._leases.end(handle)
-            raise
+            return tensors, self._leases.grant(ref.sample_id)
 
     def release(self, handle: FeatureHandle) -> None:
-        """Return the lease. Without `retain_on_release`, the last one of a generation frees the sample."""
         with self._lock:
-            lease = self._leases.end(handle)
-            if lease is None or self.retain_on_release or any(map(self._leases.holds, lease.holds)):
-                return
-        entry = sample_key(lease.sample_id)
-        head = self._entries.read_heads([entry]).get(entry)
-        if head is not None and head.generation == lease.generation:
-            self._entries.unpublish([entry])
-            self._entries.remove_tensors({entry: head})
+            self._leases.end(handle)
 
     def abort(self, sample_id: str) -> None:
-        """Fail a put of the sample that is under way, and void its leases, so that releasing them frees nothing.
-
-        What is published stays, and can be read again.
-        """
+        """Void the sample's leases. `put` buffers nothing that could be discarded."""
         with self._lock:
-            self._aborts[sample_key(sample_id)] += 1
             self._leases.void(sample_id)
 
+    def free(self, keys: Iterable[str]) -> int:
+        names = [_name(key) for key in keys]
+        return self._call(lambda objects: objects.remove(names))
+
     def gc(self) -> int:
-        """Drop old leases; remove what was freed under Mooncake's lease, and tensors that belong to no sample."""
+        """Drop old leases; killed processes leave nothing."""
         with self._lock:
             self._leases.expire()
-        return self._entries.frees.retry() + self._entries.sweep()
+        return 0
 
     def health(self) -> dict[str, Any]:
-        with self._lock:
-            leases = len(self._leases)
-        return {**self._entries.health(), "leases": leases, "retain_on_release": self.retain_on_release}
+        def look(objects: MooncakeObjects) -> dict[str, Any]:
+            return {**objects.health(), "features": sum(map(_is_feature, objects.list_names()))}
 
-    def estimate_bytes(self, ref: SampleRef) -> int:
-        return sum(spec.nbytes for spec in ref.feature_specs.values())
+        return {**self._call(look), "leases": len(self._leases), "losses": self._losses}
 
-    def reconnect(self) -> None:
-        """Use a store that was started again at the same address. What it held before is lost."""
-        with self._lock:
-            self._leases = LeaseTable(self._leases.max_hold_age_s)
-        self._entries.reconnect()
+    def find_missing(self, keys: Iterable[str]) -> list[str]:
+        """Return the keys not stored, in the order given."""
+        wanted = list(keys)
+        found = self._call(lambda objects: objects.find_existing([_name(key) for key in wanted]))
+        return [key for key in wanted if _name(key) not in found]
+
+    def refresh(self) -> None:
+        """No-op: `find_missing` caches nothing."""
+
+    def flush(self) -> None:
+        """No-op: `put` buffers nothing."""
 
     def close(self) -> None:
         """Leave the store; what is in it stays there."""
-        self._entries.close()
-        if self._owned_client is not None:
-            self._owned_client.close()
+        with self._lock:
+            if self._objects is not None:
+                with suppress(StoreError):
+                    self._objects.client.close()
 
-    def _parse_keys(self, ref: SampleRef) -> dict[str, ObjectKey]:
-        """Return the keys of a ref by feature, which are of one generation of its sample in this store."""
-        if ref.feature_store_uri != self.uri:
-            found = ref.feature_store_uri or "of nobody"
-            raise StoreError(f"sample {ref.sample_id} is in the store {found}, expected {self.uri}")
-        parsed = {name: ObjectKey.parse(key, self._address.store_id) for name, key in ref.feature_keys.items()}
-        places = {name: key for name, key in parsed.items() if key is not None}
-        entry = sample_key(ref.sample_id)
-        if (
-            len(places) != len(parsed)
-            or len({key.generation for key in places.values()}) != 1
-            or {key.entry for key in places.values()} != {entry}
-        ):
-            raise StoreError(
-                f"sample {ref.sample_id}: expected feature keys of one generation of this sample, "
-                f"{self._address.store_id}/{entry}/g<generation>/<feature>, found {sorted(ref.feature_keys.values())}"
-            )
-        return places
+    def _call(self, action: Callable[[MooncakeObjects], _Result]) -> _Result:
+        deadline, opened = time.monotonic() + self._timeout_s, False
+        while True:
+            objects, losses = self._objects, self._losses
+            assert objects is not None
+            try:
+                return action(objects)
+            except StoreLostError as error:
+                if opened and time.monotonic() > deadline:
+                    raise
+                with self._lock:
+                    if losses == self._losses:  # else another thread was here already
+                        log.warning("%s", error)
+                        self._wait_for_service()
+                        self._losses += 1
+                opened = True
 
-    def _try_read(self, ref: SampleRef, place: ObjectKey, names: Mapping[str, str]) -> dict[str, Tensor] | None:
-        """Read a sample in one call, as its ref says that it is; None if it is not so."""
-        specs = {name: ref.feature_specs.get(name) for name in names}
-        sizes = {names[name]: spec.nbytes for name, spec in specs.items() if spec is not None}
-        if len(sizes) != len(names):
-            return None
-        found = self._entries.try_read(place.entry, place.generation, sizes)
-        if found is None:
-            return None
-        tensors = dict(zip(names, found, strict=True))
-        found_as = {name: (tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()}
-        expected = {name: (tuple(spec.shape), spec.dtype) for name, spec in specs.items() if spec is not None}
-        return tensors if found_as == expected else None
+    def _wait_for_service(self) -> None:
+        """Open the store that the address file names, or accept that the one that is open was started again."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            late = time.monotonic() > deadline  # an attempt may take long, and end with another address in the file
+            try:
+                return self._open()
+            except ConfigError:
+                raise
+            except StoreError as error:
+                if late:
+                    raise StoreLostError(
+                        f"the Mooncake store at {self._address_file} does not run, and was not started within "
+                        f"{self._timeout_s:g} s: {error}"
+                    ) from error
+            time.sleep(POLL_S)
 
-    def _require_head(self, ref: SampleRef, place: ObjectKey) -> Head:
-        heads = self._entries.read_heads([place.entry])
-        head = heads.get(place.entry)
-        if head is None or head.generation != place.generation:
-            raise StoreError(self._describe_absent(ref, place, heads))
-        return head
-
-    def _describe_absent(self, ref: SampleRef, place: ObjectKey, heads: Mapping[str, Head]) -> str:
-        where = f"sample {ref.sample_id}: generation {place.generation} in {self.uri}"
-        if place.entry in heads:
-            newest = heads[place.entry].generation
-            return f"{where} is superseded by generation {newest}. Use the ref that this put returned"
-        return f"{where} is gone: released for the last time. Put it again"
+    def _open(self) -> None:
+        address = MooncakeAddress.read(self._address_file)
+        if self._objects is not None and address == self._objects.client.address:
+            self._objects.reconnect()
+            return
+        opened = MooncakeObjects(self._connect(address), self._put_timeout_s)
+        self.close()
+        self._objects = opened
 
 
-def _require_agreement(ref: SampleRef, head: Head, names: Mapping[str, str]) -> None:
-    """Raise StoreError unless the sample has the ref's features in their shapes and dtypes."""
-    for name, stored in names.items():
-        record = head.tensors.get(stored)
-        where = f"sample {ref.sample_id}, feature {name}"
-        if record is None:
-            raise StoreError(f"{where}: the sample has no feature {stored}, it has {sorted(head.tensors)}")
-        require_spec(ref.feature_specs.get(name), record.shape, record.dtype, where)
+def _name(key: str) -> str:
+    """Return the name of a feature's object: no key, however hostile, is part of it."""
+    return f"k{sample_key(key)}"
+
+
+def _is_feature(name: str) -> bool:
+    return len(name) == 33 and name[0] == "k"

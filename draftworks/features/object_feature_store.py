@@ -115,7 +115,7 @@ class ObjectFeatureStore(KeyedFeatureStore):
         """Return tensors by feature name: copies of what is stored, read ahead where they were expected."""
         with self._lock:
             holders = map(self._index.shards.holders, ref.feature_keys.values())
-            handle = self._leases.grant(ref.sample_id, 0, {found[0].path for found in holders if found})
+            handle = self._leases.grant(ref.sample_id, {found[0].path for found in holders if found})
         try:
             found = dict(self._ahead.take(ref))
             found.update(self._fetch(ref, [key for key in ref.feature_keys.values() if key not in found]))

@@ -12,8 +12,8 @@ from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.features.feature_cache import FeatureCache
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.mooncake_store import MooncakeFeatureStore
 from draftworks.features.object_feature_store import ObjectFeatureStore
-from draftworks.features.restarted_mooncake import RestartedMooncakeStore
 from draftworks.mooncake.address import ADDRESS_FILE
 from draftworks.storage.object_store import ObjectStore
 
@@ -40,7 +40,7 @@ def open_store(spec: StoreSpec, shard_bytes: int = SHARD_BYTES, keep_tensors: bo
         if spec.kind == "s3":
             return _open_objects(spec, shard_bytes, keep_tensors)
         if spec.kind == "mooncake":
-            return RestartedMooncakeStore(spec.root / ADDRESS_FILE, spec.timeout_s, spec.put_timeout_s)
+            return MooncakeFeatureStore(spec.root / ADDRESS_FILE, spec.timeout_s, spec.put_timeout_s)
         if not spec.root.parent.is_dir():
             # Creating it would make a local folder with the name of the shared one.
             raise StoreError(f"{spec.root.parent}: expected the shared folder, found none. Mount it on this machine")

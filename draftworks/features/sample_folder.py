@@ -108,19 +108,6 @@ class SampleFolder:
         fsync(final.parent)
         return True
 
-    def take_away(self, key: str) -> Path | None:
-        """Rename the file of a key to a staging name, so that it is gone for every process; return it, for its removal.
-
-        None if there is none. If this process ends before the removal, it is swept as what crashed writers left.
-        """
-        path, aside = self.find(key), self._staging / staging_name()
-        if path is None:
-            return None
-        with suppress(FileNotFoundError):
-            os.rename(path, aside)
-        self.remove(sample_key(key))
-        return aside
-
     def remove(self, digest: str) -> int:
         """Remove the files of the key that has a digest; return the bytes freed."""
         folder = self._samples / digest[:3]

@@ -13,27 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def fill_in_ref(
-    ref: SampleRef, tensors: Mapping[str, Tensor], uri: str, keys: Mapping[str, str] | None = None
-) -> SampleRef:
-    """Return the ref of a sample after `tensors` were put: store, shapes, dtypes and bytes filled in.
-
-    Args:
-        keys: the features' keys in the store, where they differ from those that the ref has.
-    """
+def fill_in_ref(ref: SampleRef, tensors: Mapping[str, Tensor], uri: str) -> SampleRef:
+    """Return the ref of a sample after `tensors` were put: store, shapes, dtypes and bytes filled in."""
     specs = {**ref.feature_specs, **{name: _describe(ref, name, tensor) for name, tensor in tensors.items()}}
     size = sum(spec.nbytes for spec in specs.values())
-    keys = ref.feature_keys if keys is None else keys
-    return replace(ref, feature_store_uri=uri, feature_keys=keys, feature_specs=specs, estimated_bytes=size)
-
-
-def require_all_features(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:
-    """Raise StoreError unless `tensors` are all features of the ref: a generation of a sample is put at once."""
-    if tensors.keys() != ref.feature_keys.keys():
-        raise StoreError(
-            f"sample {ref.sample_id}: expected the features {sorted(ref.feature_keys)} at once, since they are one "
-            f"generation of the sample, found {sorted(tensors)}"
-        )
+    return replace(ref, feature_store_uri=uri, feature_specs=specs, estimated_bytes=size)
 
 
 def require_spec(spec: FeatureSpec | None, shape: tuple[int, ...], dtype: str, where: str) -> None:

@@ -90,14 +90,15 @@ class MooncakeClient:
             )
         return OwnerRecord.from_bytes(content, self.where)
 
-    def put(self, keys: Sequence[str], regions: Sequence[Region]) -> list[int]:
-        """Store an object per key, pinned, also where the key exists; return a code for each.
+    def put(self, keys: Sequence[str], regions: Sequence[Region], replace: bool = True) -> list[int]:
+        """Store an object per key, pinned; return a code for each. Regions should be registered.
 
-        Mooncake's plain put keeps what a key has, and gives 0 also where a killed writer has left it unfinished, which
-        nobody can read. Regions should be registered.
+        Args:
+            replace: also where the key exists, or another writer is at it, who then gets TAKEN_OVER. Otherwise Mooncake
+                keeps what a key has, and gives 0 also where that is unfinished, which nobody can read.
         """
         pointers, sizes = [region.pointer for region in regions], [region.nbytes for region in regions]
-        put = self._library_store.batch_upsert_from
+        put = self._library_store.batch_upsert_from if replace else self._library_store.batch_put_from
         return self._codes(put, list(keys), pointers, sizes, self._pinned, nbytes=sum(sizes), keeps=regions)
 
     def read(self, keys: Sequence[str], regions: Sequence[Region]) -> list[int]:
@@ -156,9 +157,9 @@ class MooncakeClient:
         found = self._codes(self._library_store.batch_is_exist, list(keys)) if keys else []
         return [answer == 1 for answer in found]
 
-    def size(self, key: str) -> int:
-        """Return the bytes of an object, or a code."""
-        return self._codes(lambda: [self._library_store.get_size(key)])[0]
+    def sizes(self, keys: Sequence[str]) -> list[int]:
+        """Return the bytes of each object, or a code."""
+        return self._codes(lambda: list(map(self._library_store.get_size, keys))) if keys else []
 
     def remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         """Remove objects; return a code for each: LEASED where one was read or looked up lately, unless by `force`.

@@ -20,6 +20,7 @@ class Code(IntEnum):
 
     NO_SPACE = -200
     INVALID = -600
+    TAKEN_OVER = -601
     UNFINISHED = -703
     ABSENT = -704
     LEASED = -706

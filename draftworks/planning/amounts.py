@@ -49,6 +49,11 @@ class Amount:
     source: Source
     found: Found = Found()
 
+    def find_made_share(self, found: Found) -> float:
+        """Return the share of the samples that a result has, 0 to 1; below 1 where the result itself is to be made."""
+        share = divide(found.count_samples(self.samples.value), self.samples.value)
+        return 1.0 if found.exact is not None else min(share, math.nextafter(1.0, 0.0))
+
 
 @dataclass(frozen=True)
 class _Part:

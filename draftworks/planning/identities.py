@@ -4,15 +4,14 @@ them up. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.data import ResponseSpec
-from draftworks.config.registry_files import ExportSettings, StrategyEntry, TargetSpec
+from draftworks.config.registry_files import StrategyEntry, TargetSpec
 from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, FeatureSet, TargetFiles
 from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.errors import StoreError
@@ -45,7 +44,7 @@ from draftworks.storage.records import (
 from draftworks.targets.registry import Registry, apply_overrides
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.shared_needs import collect_taps, resolve_draft_vocab_size
-from draftworks.targets.training_data import make_answers_identity, make_greedy_settings
+from draftworks.targets.training_data import identify_eval_data, make_answers_identity, make_greedy_settings
 
 TRAIN = "train"
 """The part of the prepared conversations that is trained on."""
@@ -74,34 +73,41 @@ def list_eval_names(target: TargetSpec) -> list[str]:
 
 
 def identify_result(results: Results, target: TargetSpec, asset: str) -> dict[str, Any]:
-    """Return the identity, as it is stored, that a result of an asset would have now. Conversations are not among them.
+    """Return the identity, as it is stored, that a result of an asset would have now.
 
     Raises:
         DraftworksError: something that it is made from does not exist yet, or the target's entry has a mistake.
         KeyError: the target has no such asset.
     """
-    version, identify = _list_identities(results, target)[asset]
-    return {**identify(), "code_version": version}
+    identify, *arguments = _list_identities(target)[asset]
+    versions = {of_strategy(name).draft: DRAFT_CODE_VERSION for name in target.strategies}
+    versions |= {of_strategy(name).report: REPORT_CODE_VERSION for name in target.strategies}
+    return {**identify(results, target, *arguments), "code_version": versions.get(asset, "1")}
 
 
-def _list_identities(results: Results, target: TargetSpec) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]]:
-    """Return how the identity of each asset is found, with the asset's code version."""
-    answers = {RESPONSES: (HELDOUT, TRAIN), HELDOUT_RESPONSES: (HELDOUT, HELDOUT)}
-    answers |= {of_eval_set(name).responses: (name, EVAL_PART) for name in target.evals}
-    found: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-        **{asset: ("1", partial(_identify_answers_of, results, target, *part)) for asset, part in answers.items()},
-        TOKENIZED_TRAIN: ("1", lambda: identify_tokens(results.artifacts.load_current(RESPONSES, target.name))),
-        VOCAB_MAPPING: ("1", partial(identify_vocab_mapping, results, target)),
-        TRAINING_FEATURES: ("1", lambda: identify_features(results, target).to_json()),
+def _list_identities(target: TargetSpec) -> dict[str, tuple[Any, ...]]:
+    """Return by asset the function that identifies its result, with arguments beside the results and the target."""
+    found: dict[str, tuple[Any, ...]] = {
+        RESPONSES: (_identify_answers, HELDOUT, TRAIN),
+        HELDOUT_RESPONSES: (_identify_answers, HELDOUT, HELDOUT),
+        TOKENIZED_TRAIN: (_identify_tokens,),
+        VOCAB_MAPPING: (_identify_vocab_mapping,),
+        TRAINING_FEATURES: (_identify_features,),
     }
     for name in list_eval_names(target):
-        found[of_eval_set(name).features] = ("1", partial(_identify_eval_features, results, target, name))
+        conversations, responses, features = of_eval_set(name)
+        found.setdefault(responses, (_identify_answers, name, EVAL_PART))
+        found |= {conversations: (_identify_conversations, name), features: (_identify_eval_features, name)}
     for strategy in map(resolve_strategy, target.strategies):
-        names = of_strategy(strategy.name)
-        found[names.draft] = (DRAFT_CODE_VERSION, partial(_identify_draft, results, strategy, target))
-        found[names.report] = (REPORT_CODE_VERSION, partial(_identify_report, results, strategy, target))
-        found[names.export] = ("1", partial(_identify_export_of_newest, results, strategy, target))
+        draft, report, export, *_ = of_strategy(strategy.name)
+        found |= {draft: (_identify_draft, strategy), report: (_identify_report, strategy)}
+        found[export] = (_identify_export, strategy)
     return found
+
+
+def _identify_conversations(results: Results, target: TargetSpec, eval_set: str) -> dict[str, Any]:
+    vocab_size = results.resolve_target_files(target.name).vocab_size
+    return identify_eval_data(eval_set, target, vocab_size, results.registry, results.digests).to_json()
 
 
 @dataclass(frozen=True)
@@ -142,16 +148,16 @@ def identify_answers(
     return make_answers_identity(target, files, source.prepared.data_version, source.part, responses)
 
 
-def _identify_answers_of(results: Results, target: TargetSpec, eval_set: str, part: str) -> dict[str, Any]:
+def _identify_answers(results: Results, target: TargetSpec, eval_set: str, part: str) -> dict[str, Any]:
     source, files = Conversations.load(results, target, eval_set, part), results.resolve_target_files(target.name)
     return identify_answers(target, files, source, source.choose_settings(target)).to_json()
 
 
-def identify_tokens(answers: Artifact) -> dict[str, Any]:
-    return {"responses": answers.data_version}
+def _identify_tokens(results: Results, target: TargetSpec) -> dict[str, Any]:
+    return {"responses": results.artifacts.load_current(RESPONSES, target.name).data_version}
 
 
-def identify_vocab_mapping(results: Results, target: TargetSpec) -> dict[str, Any]:
+def _identify_vocab_mapping(results: Results, target: TargetSpec) -> dict[str, Any]:
     return {
         "tokens": results.artifacts.load_current(TOKENIZED_TRAIN, target.name).data_version,
         "draft_vocab_size": resolve_draft_vocab_size(target),
@@ -160,15 +166,13 @@ def identify_vocab_mapping(results: Results, target: TargetSpec) -> dict[str, An
     }
 
 
-def identify_features(results: Results, target: TargetSpec) -> FeaturesIdentity:
-    """Return the identity of the features of the training samples, stored ones as well as planned ones."""
-    files = results.resolve_target_files(target.name)
-    return FeaturesIdentity(
-        tokens=results.artifacts.load_current(TOKENIZED_TRAIN, target.name).data_version,
-        target=files.digest,
-        taps=collect_taps(target, files.num_layers),
-        capture=target.capture.to_identity(),
+def _identify_features(results: Results, target: TargetSpec) -> dict[str, Any]:
+    files, tokens = (
+        results.resolve_target_files(target.name),
+        results.artifacts.load_current(TOKENIZED_TRAIN, target.name),
     )
+    taps = collect_taps(target, files.num_layers)
+    return FeaturesIdentity(tokens.data_version, files.digest, taps, target.capture.to_identity()).to_json()
 
 
 def require_features(results: Results, asset_name: str, target: str) -> Artifact:
@@ -315,7 +319,7 @@ def read_draft_inputs(
     )
 
 
-def _identify_draft(results: Results, strategy: StrategySpec, target: TargetSpec) -> dict[str, Any]:
+def _identify_draft(results: Results, target: TargetSpec, strategy: StrategySpec) -> dict[str, Any]:
     entry = apply_overrides(target.name, strategy, target.strategies[strategy.name], {}, {})
     return read_draft_inputs(results, strategy, target, entry).to_identity(strategy).to_json()
 
@@ -339,7 +343,7 @@ def identify_report(
     )
 
 
-def _identify_report(results: Results, strategy: StrategySpec, target: TargetSpec) -> dict[str, Any]:
+def _identify_report(results: Results, target: TargetSpec, strategy: StrategySpec) -> dict[str, Any]:
     draft = results.artifacts.load_current(of_strategy(strategy.name).draft, target.name)
     tokens = results.artifacts.load_current(TOKENIZED_TRAIN, target.name)
     return identify_report(results, strategy, target, draft, tokens).to_json()
@@ -357,21 +361,14 @@ def find_card(results: Results, strategy: StrategySpec, draft: Artifact) -> Path
     return report.path / CARD
 
 
-def identify_export(
-    strategy: StrategySpec, draft: Artifact, files: TargetFiles, settings: ExportSettings, card: Path | None
-) -> ExportIdentity:
-    """Return the identity of an export of `draft`."""
+def _identify_export(results: Results, target: TargetSpec, strategy: StrategySpec) -> dict[str, Any]:
+    draft = results.artifacts.load_current(of_strategy(strategy.name).draft, target.name)
+    files, card = results.resolve_target_files(target.name), find_card(results, strategy, draft)
     return ExportIdentity(
         draft=draft.path.name,
         weights=draft.data_version,
         target=[files.digest, files.model, files.revision],
-        settings=settings.model_dump(),
+        settings=target.strategies[strategy.name].export.model_dump(),
         formats=[spec.identity for spec in strategy.exports],
         card=None if card is None else file_digest(card),
-    )
-
-
-def _identify_export_of_newest(results: Results, strategy: StrategySpec, target: TargetSpec) -> dict[str, Any]:
-    draft = results.artifacts.load_current(of_strategy(strategy.name).draft, target.name)
-    files, settings = results.resolve_target_files(target.name), target.strategies[strategy.name].export
-    return identify_export(strategy, draft, files, settings, find_card(results, strategy, draft)).to_json()
+    ).to_json()

@@ -17,7 +17,6 @@ from draftworks.planning.amounts import (
     count_mean_tokens,
     count_token_bytes,
     count_training_tokens,
-    divide,
     find_distinct_share,
 )
 from draftworks.planning.estimates import NOTHING, Estimate, Source
@@ -123,18 +122,9 @@ class StepPlanner:
             yield from self._plan_draft(strategy, leads=number == 0)
 
     def estimate_new_bytes(self) -> dict[str, Estimate]:
-        """Return the bytes of each set of features that is not stored yet, by its asset; no step's time is estimated."""
-        subject, plain = self.subject, self.subject.target.capture.as_plain()
-        per_token = count_token_bytes(subject, plain)
-        found = {
-            of_eval_set(name).features: self.amounts[name].tokens * per_token
-            for name in subject.eval_sets
-            if subject.find(of_eval_set(name).features) is None
-        }
-        if self.way != "streamed" and self._features.exact is None:
-            share = divide(self._features.count_samples(self._train.samples.value), self._train.samples.value)
-            found[TRAINING_FEATURES] = self._count_stored_bytes() * (1.0 - min(share, 1.0))
-        return found
+        """Return the bytes of each set of features that is not stored yet, by its asset."""
+        steps = [*map(self._plan_eval_features, self.subject.eval_sets), self._plan_features()]
+        return {each.asset: each.new_bytes for each in steps if each.new_bytes.high}
 
     def count_peak_bytes(self, steps: tuple[PlannedStep, ...]) -> Estimate:
         """Return the bytes of features that are stored at most: all of them, or what a stream holds."""
@@ -142,7 +132,7 @@ class StepPlanner:
         return total if self.way != "streamed" else total + self._hold_stream()
 
     @cached_property
-    def _own(self) -> PlanSubject:
+    def _changed_subject(self) -> PlanSubject:
         """The subject with the settings of this way and of these trainings."""
         target = self.subject.target
         changed = {
@@ -153,7 +143,7 @@ class StepPlanner:
 
     @cached_property
     def _features(self) -> Found:
-        return self._own.find_features()
+        return self._changed_subject.find_features()
 
     @property
     def _train(self) -> Amount:
@@ -170,56 +160,54 @@ class StepPlanner:
             return nodes * self.trainings[strategy].processes
         return count_ranks(self.subject, program, strategy)
 
-    def _plan_answers(self, name: str, asset: str) -> PlannedStep:
-        amount, settings = self.amounts[name], self.subject.target.responses
-        rate = self._find_rate("regenerate")
-        share = divide(amount.found.count_samples(amount.samples.value), amount.samples.value)
-        made = amount.found.exact is not None
-        work = amount.generated * (0.0 if made else 1.0 - share)
-        remote = name == TRAIN and settings.endpoint is not None
+    def _plan_step(
+        self,
+        asset: str,
+        decided_by: object,
+        program: Program,
+        tokens: Estimate,
+        made_share: float,
+        strategy: str = "",
+        nbytes: Estimate = NOTHING,
+    ) -> PlannedStep:
+        """Return the step of a program whose work grows with tokens; `decided_by` as `_make_key` takes it."""
+        rate, left = self._find_rate(program, strategy), tokens * (1.0 - made_share)
         return PlannedStep(
             asset=asset,
-            key=self._make_key(asset, self._data_key(name)),
-            tokens=amount.generated,
-            made_share=1.0 if made else min(share, 0.999999),
-            seconds=NOTHING if made or not amount.generated.high else rate.estimate_seconds(work),
-            devices=0 if remote else self._count_ranks("regenerate"),
-            source=rate.source if amount.generated.high else Source("counted", "the data's own answers are taken"),
+            key=self._make_key(asset, decided_by),
+            tokens=tokens,
+            made_share=made_share,
+            seconds=NOTHING if made_share >= 1.0 else rate.estimate_seconds(left),
+            devices=self._count_ranks(program, strategy),
+            source=rate.source,
+            nbytes=nbytes,
         )
 
+    def _plan_answers(self, name: str, asset: str) -> PlannedStep:
+        amount = self.amounts[name]
+        share = amount.find_made_share(amount.found)
+        step = self._plan_step(asset, self._data_key(name), "regenerate", amount.generated, share)
+        if name == TRAIN and self.subject.target.responses.endpoint is not None:
+            step = replace(step, devices=0)
+        taken = Source("counted", "the data's own answers are taken")
+        return step if amount.generated.high else replace(step, seconds=NOTHING, source=taken)
+
     def _plan_eval_features(self, name: str) -> PlannedStep:
-        amount, asset = self.amounts[name], of_eval_set(name).features
-        made = self.subject.find(asset) is not None
-        rate = self._find_rate("capture")
+        asset, tokens = of_eval_set(name).features, self.amounts[name].tokens
         plain = self.subject.target.capture.as_plain()
-        return PlannedStep(
-            asset=asset,
-            key=self._make_key(asset, [self._data_key(name), self.subject.taps, plain.to_identity()]),
-            tokens=amount.tokens,
-            made_share=1.0 if made else 0.0,
-            seconds=NOTHING if made else rate.estimate_seconds(amount.tokens),
-            devices=self._count_ranks("capture"),
-            source=rate.source,
-            nbytes=amount.tokens * count_token_bytes(self.subject, plain),
+        key = [self._data_key(name), self.subject.taps, plain.to_identity()]
+        nbytes = tokens * count_token_bytes(self.subject, plain)
+        return self._plan_step(
+            asset, key, "capture", tokens, float(self.subject.find(asset) is not None), nbytes=nbytes
         )
 
     def _plan_features(self) -> PlannedStep:
-        amount, rate = self._train, self._find_rate("capture")
-        streamed, found = self.way == "streamed", self._features
-        made = not streamed and found.exact is not None
-        share = 0.0 if streamed else divide(found.count_samples(amount.samples.value), amount.samples.value)
-        work = NOTHING if streamed else amount.tokens * (1.0 - share)
+        streamed, amount = self.way == "streamed", self._train
         key = [self._data_key(TRAIN), self.subject.taps, self.capture.to_identity(), streamed]
-        return PlannedStep(
-            asset=TRAINING_FEATURES,
-            key=self._make_key(TRAINING_FEATURES, key),
-            tokens=NOTHING if streamed else amount.tokens,
-            made_share=1.0 if made else min(share, 0.999999),
-            seconds=NOTHING if made else rate.estimate_seconds(work),
-            devices=self._count_ranks("capture"),
-            source=rate.source,
-            nbytes=NOTHING if streamed else self._count_stored_bytes(),
-        )
+        if streamed:
+            return self._plan_step(TRAINING_FEATURES, key, "capture", NOTHING, 0.0)
+        share, nbytes = amount.find_made_share(self._features), self._count_stored_bytes()
+        return self._plan_step(TRAINING_FEATURES, key, "capture", amount.tokens, share, nbytes=nbytes)
 
     def _count_stored_bytes(self) -> Estimate:
         """Return the bytes of the training features: those of the set that exists, or by the samples that repeat."""
@@ -283,47 +271,18 @@ class StepPlanner:
         return train.estimate_seconds(tokens) + evaluate.estimate_seconds(self.amounts[HELDOUT].tokens)
 
     def _plan_draft(self, strategy: str, leads: bool) -> Iterator[PlannedStep]:
-        names, training = of_strategy(strategy), self.trainings[strategy]
-        found, report, export = (
-            None if self.anew else self._own.find(each) for each in (names.draft, names.report, names.export)
+        names, key, asked = of_strategy(strategy), self.subject.target.name, self._changed_subject
+        draft, report, export = (
+            float(not self.anew and asked.find(each) is not None) for each in (names.draft, names.report, names.export)
         )
-        rate = self._find_rate("train", strategy)
-        tokens = count_training_tokens(training, self._train)
-        devices = self._count_ranks("train", strategy)
-        step = PlannedStep(
-            asset=names.draft,
-            key=self._make_key(names.draft, self.subject.target.name),
-            tokens=tokens,
-            made_share=0.0 if found is None else 1.0,
-            seconds=NOTHING if found is not None else rate.estimate_seconds(tokens),
-            devices=devices,
-            source=rate.source,
-        )
-        streams = self.way == "streamed" and found is None
-        yield self._add_stream(step, strategy, leads) if streams else step
+        tokens = count_training_tokens(self.trainings[strategy], self._train)
+        step = self._plan_step(names.draft, key, "train", tokens, draft, strategy)
+        yield self._add_stream(step, strategy, leads) if self.way == "streamed" and not step.is_made else step
         heldout = sum((self.amounts[name].tokens for name in self.subject.eval_sets), NOTHING)
-        rate = self._find_rate("evaluate", strategy)
-        yield PlannedStep(
-            asset=names.report,
-            key=self._make_key(names.report, self.subject.target.name),
-            tokens=heldout,
-            made_share=0.0 if report is None else 1.0,
-            seconds=NOTHING if report is not None else rate.estimate_seconds(heldout),
-            devices=devices,
-            source=rate.source,
-        )
-        if self.subject.target.strategies[strategy].export.formats == [] or not resolve_strategy(strategy).exports:
-            return
-        rate = self._find_rate("export", strategy)
-        yield PlannedStep(
-            asset=names.export,
-            key=self._make_key(names.export, self.subject.target.name),
-            tokens=NOTHING,
-            made_share=0.0 if export is None else 1.0,
-            seconds=NOTHING if export is not None else rate.start_s,
-            devices=1,
-            source=rate.source,
-        )
+        measured = self._plan_step(names.report, key, "evaluate", heldout, report, strategy)
+        yield replace(measured, devices=self._count_ranks("train", strategy))
+        if self.subject.target.strategies[strategy].export.formats != [] and resolve_strategy(strategy).exports:
+            yield self._plan_step(names.export, key, "export", NOTHING, export, strategy)
 
     def _add_stream(self, step: PlannedStep, strategy: str, leads: bool) -> PlannedStep:
         """Return a training with its capture beside it. Drafts that share a stream follow that of the first."""

@@ -1,26 +1,33 @@
-"""Errors and warnings collected by the pre-flight checks of a target. Torch-free."""
+"""Findings of the pre-flight checks of a target, and of an installation. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from draftworks.errors import DraftworksError
 
-Severity = Literal["error", "warning", "note"]
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""In the order in which they are shown."""
+Severity = Literal["error", "warning", "note", "ok"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+"""Of problems and facts, in the order in which they are shown."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem. An error would make a run fail or its result useless; a warning is for the user to judge,
-    a note is a fact about what was given."""
+    """One fact. An error would make a run fail or its result useless; a warning is for the user to judge, a note is a
+    fact about an entry, and `ok` says that an area of the installation is sound.
+
+    Attributes:
+        where: area of the installation, such as `disk` or `dagster`; findings about a target name it in their text.
+        remedy: what to do, where the text does not say it.
+    """
 
     severity: Severity
     text: str
+    where: str = ""
+    remedy: str = ""
 
 
 @dataclass

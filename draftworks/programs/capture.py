@@ -15,6 +15,7 @@ from draftworks.capture.verify import recheck
 from draftworks.config.run_files import WORKER_FIGURES, CaptureRun
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.collectives import gather_from_ranks, open_process_group
+from draftworks.features.manifest import FeatureSetManifest
 from draftworks.features.open_store import open_store
 from draftworks.programs.assembly import make_engine_place, open_job_servers, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
@@ -68,6 +69,18 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         check = recheck(engine, store, manifest.refs, tokens)
         store.close()
     return {
+        **describe_set(manifest),
+        **figures,
+        "failed_samples": len(tokens) - len(manifest.refs),
+        "seconds": round(time.monotonic() - started, 2),
+        "verification": check.to_json(),
+        "probe": report.to_json(),
+    }
+
+
+def describe_set(manifest: FeatureSetManifest) -> dict[str, Any]:
+    """Return the figures of a feature set for the report of the program that wrote it."""
+    return {
         "data_version": manifest.data_version,
         "samples": len(manifest.refs),
         "tokens": manifest.tokens,
@@ -75,13 +88,6 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         "stream_versions": manifest.stream_versions,
         "bytes": manifest.nbytes,
         "bytes_per_token": round(manifest.nbytes / manifest.tokens, 1),
-        "captured_samples": figures["captured_samples"],
-        "failed_samples": len(tokens) - len(manifest.refs),
-        "captured_bytes": figures["captured_bytes"],
-        "tokens_per_second": figures["tokens_per_second"],
-        "seconds": round(time.monotonic() - started, 2),
-        "verification": check.to_json(),
-        "probe": report.to_json(),
     }
 
 

@@ -9,14 +9,15 @@ from typing import Annotated
 
 import typer
 
+from draftworks.preflight.findings import Finding
 from draftworks.preflight.installation.doctor import LIMIT_S, Installation, probe_ui_port
-from draftworks.preflight.installation.machine_probes import Line, Probe, run_probes
+from draftworks.preflight.installation.machine_probes import Probe, run_probes
 from draftworks.programs.start import CHECKOUT, LOOPBACK, build_dagster_environment, is_port_free
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 
 UI_PORT = 3000
-_WIDEST_STATE = len("problem")
+_WIDEST_STATE = len("warning")
 
 
 def doctor(
@@ -27,13 +28,13 @@ def doctor(
 ) -> None:
     """Examine this installation: versions, disk, GPU, SGLang, permissions, Dagster, clocks, storage, secrets.
 
-    Every line is ok, a warning or a problem, with what to do. Nothing is changed; secrets are never shown. Exit code 1
-    with a problem, else 0. `draftworks check` looks at the targets.
+    Every line is ok, a warning or an error, with what to do. Nothing is changed; secrets are never shown. Exit code 1
+    with an error, else 0. `draftworks check` looks at the targets.
     """
     installation = Installation(Registry(registry), build_dagster_environment(), CHECKOUT)
     lines = installation.examine(limit)
     lines += run_probes([Probe("ports", lambda: probe_ui_port(port, is_port_free(port), LOOPBACK))], limit)
-    problems, warnings = (sum(line.state == state for line in lines) for state in ("problem", "warning"))
+    problems, warnings = (sum(line.severity == state for line in lines) for state in ("error", "warning"))
     if as_json:
         found = {"problems": problems, "warnings": warnings, "lines": [asdict(line) for line in lines]}
         typer.echo(json.dumps(found, indent=2))
@@ -45,8 +46,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _print_line(line: Line) -> None:
-    found = "\n           ".join(line.found.splitlines())
-    typer.echo(f"{line.state:<{_WIDEST_STATE}}  {line.area}: {found}")
-    if line.todo:
-        typer.echo(f"{'':<{_WIDEST_STATE}}  -> {line.todo}")
+def _print_line(line: Finding) -> None:
+    found = "\n           ".join(line.text.splitlines())
+    typer.echo(f"{line.severity:<{_WIDEST_STATE}}  {line.where}: {found}")
+    if line.remedy:
+        typer.echo(f"{'':<{_WIDEST_STATE}}  -> {line.remedy}")

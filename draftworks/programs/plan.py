@@ -19,6 +19,7 @@ from draftworks.distributed.collectives import open_process_group
 from draftworks.features.manifest import write_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.programs.assembly import make_engine_place, temporary_engine_folder
+from draftworks.programs.capture import describe_set
 from draftworks.programs.program import ProgramContext, run_program
 
 SAMPLES = 4
@@ -52,14 +53,8 @@ def plan(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         run.out, refs, make_set_identity(run, streams), streams.names, refs[0].feature_store_uri
     )
     return {
-        "data_version": manifest.data_version,
+        **describe_set(manifest),
         "planned": True,
-        "samples": len(refs),
-        "tokens": manifest.tokens,
-        "streams": list(manifest.streams),
-        "stream_versions": manifest.stream_versions,
-        "bytes": manifest.nbytes,
-        "bytes_per_token": round(manifest.nbytes / manifest.tokens, 1),
         "captured_samples": 0,
         "failed_samples": 0,
         "captured_bytes": 0,

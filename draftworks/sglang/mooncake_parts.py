@@ -1,7 +1,7 @@
 """Parts that travel through a Mooncake store: from an engine on another host, or into a store that is in Mooncake.
 
-A part is an entry `{request id}.{start}` of the store, a failure an entry `{request id}.failed`; see
-draftworks.features.mooncake_entries. The reader frees what it has read. Nothing is announced: an engine that answers has
+A part is an object `{request id}.{start}` of the store, a failure an object `{request id}.failed`; see
+draftworks.features.mooncake_objects. The reader frees what it has read. Nothing is announced: an engine that answers has
 a part on its way, and the reader waits for it.
 """
 
@@ -15,12 +15,11 @@ from threading import RLock
 import torch
 
 from draftworks.errors import PassingTroubleError, StoreLostError
-from draftworks.features.mooncake_entries import MooncakeEntries
-from draftworks.features.mooncake_head import ObjectKey
+from draftworks.features.mooncake_objects import MooncakeObjects
 from draftworks.mooncake.address import MooncakeAddress
 from draftworks.mooncake.client import MooncakeClient
 from draftworks.mooncake.library import load_library
-from draftworks.sglang.parts import AnsweredRequest, Part, PartSink, PartSource, is_captured, make_late_error
+from draftworks.sglang.parts import AnsweredRequest, Part, PartSink, PartSource, make_late_error, read_request_time
 
 PUT_TIMEOUT_S = 60.0
 ABANDONED_S = 6 * 3600.0
@@ -30,23 +29,23 @@ _REASON = "reason"
 
 
 class _Connection:
-    """Entries of the store at an address file, connected to at the first use and again after the store was lost."""
+    """Objects of the store at an address file, connected to at the first use and again after the store was lost."""
 
     def __init__(self, address_file: Path) -> None:
         self._address_file = address_file
-        self._entries: MooncakeEntries | None = None
+        self._objects: MooncakeObjects | None = None
         self._lock = RLock()
 
-    def open(self) -> MooncakeEntries:
+    def open(self) -> MooncakeObjects:
         with self._lock:
-            if self._entries is None:
+            if self._objects is None:
                 client = MooncakeClient(MooncakeAddress.read(self._address_file))
-                self._entries = MooncakeEntries(client, PUT_TIMEOUT_S, sole_reader=True)
-            return self._entries
+                self._objects = MooncakeObjects(client, PUT_TIMEOUT_S)
+            return self._objects
 
     def drop(self) -> None:
         with self._lock:
-            self._entries = None
+            self._objects = None
 
 
 class MooncakeSink(PartSink):
@@ -71,9 +70,9 @@ class MooncakeSink(PartSink):
         content = torch.frombuffer(bytearray(reason.encode() or b"unknown"), dtype=torch.uint8)
         self._put(_failed(request_id), {_REASON: content})
 
-    def _put(self, entry: str, tensors: dict[str, torch.Tensor]) -> None:
+    def _put(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         try:
-            self._connection.open().put(f"hidden states {entry}", {entry: tensors}, supersede=False)
+            self._connection.open().put(f"hidden states {name}", {name: tensors})
         except StoreLostError:
             self._connection.drop()
             raise
@@ -90,9 +89,9 @@ class MooncakeSource(PartSource):
         self, requests: Sequence[AnsweredRequest], timeout_s: float, look: Callable[[], None] = lambda: None
     ) -> list[list[Part]]:
         try:
-            entries = self._connection.open()
-            self._await(entries, requests, timeout_s, look)
-            parts = [self._read(entries, request) for request in requests]
+            objects = self._connection.open()
+            self._await(objects, requests, timeout_s, look)
+            parts = [self._read(objects, request) for request in requests]
         except StoreLostError:
             self._connection.drop()
             raise
@@ -104,7 +103,8 @@ class MooncakeSource(PartSource):
         left = sorted(ids - self._taken)
         self._taken -= ids
         if left:
-            self._remove(entry for request_id in left for entry in (f"{request_id}.0", _failed(request_id)))
+            names = [name for request_id in left for name in (f"{request_id}.0", _failed(request_id))]
+            self._connection.open().remove(names)
 
     def measure_room(self) -> int:
         """Return a quarter of the store's memory, in bytes: features may be there too."""
@@ -112,21 +112,18 @@ class MooncakeSource(PartSource):
 
     def sweep(self, older_than_s: float = ABANDONED_S) -> None:
         """Remove old parts, whose readers were killed or had given up when they came."""
-        entries = self._connection.open()
-        address, metrics = entries.client.address, entries.owner.metrics
-        listed = [ObjectKey.parse(key, address.store_id) for key in entries.client.list_keys(metrics)]
-        oldest = time.time_ns() - int(older_than_s * 1e9)
-        old = {key.entry for key in listed if key and is_captured(key.entry) and key.generation < oldest}
-        self._remove(old)
+        objects, oldest = self._connection.open(), time.time() - older_than_s
+        times = {name: read_request_time(name) for name in objects.list_names()}
+        objects.remove([name for name, began in times.items() if began is not None and began < oldest])
 
     def _await(
-        self, entries: MooncakeEntries, requests: Sequence[AnsweredRequest], timeout_s: float, look: Callable[[], None]
+        self, objects: MooncakeObjects, requests: Sequence[AnsweredRequest], timeout_s: float, look: Callable[[], None]
     ) -> None:
         began = looked = time.monotonic()
         poll_s, waiting = _FIRST_POLL_S, list(requests)
         while True:
             names = [name for each in waiting for name in (_first(each), _failed(each.request_id))]
-            found = entries.find_existing(names)
+            found = objects.find_existing(names)
             waiting = [each for each in waiting if found.isdisjoint((_first(each), _failed(each.request_id)))]
             if not waiting:
                 return
@@ -139,27 +136,17 @@ class MooncakeSource(PartSource):
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
-    def _read(self, entries: MooncakeEntries, request: AnsweredRequest) -> Part:
-        failed, entry = _failed(request.request_id), _first(request)
-        heads = entries.read_heads([failed, entry])
-        name = failed if failed in heads else entry
-        tensors = list(heads[name].tensors) if name in heads else []
-        where = f"hidden states {name}"
-        found = entries.read(where, [(name, heads[name], each) for each in tensors]) if tensors else None
-        if found is None:
+    def _read(self, objects: MooncakeObjects, request: AnsweredRequest) -> Part:
+        failed, first = _failed(request.request_id), _first(request)
+        where = f"hidden states {first}"
+        found = objects.read(where, {failed: None, first: None})
+        if not found:
             raise PassingTroubleError(f"{where}: they were removed before they were read")
-        entries.unpublish(heads)
-        entries.remove_tensors(heads, force=True)
-        if name == failed:
-            reason = bytes(found[0].numpy()).decode(errors="replace")
+        objects.remove(list(found))
+        if failed in found:
+            reason = bytes(found[failed][_REASON].numpy()).decode(errors="replace")
             raise PassingTroubleError(f"the engine could not write hidden states: {reason}")
-        return Part.from_tensors(request.cached_tokens, dict(zip(tensors, found, strict=True)))
-
-    def _remove(self, names: Iterable[str]) -> None:
-        entries = self._connection.open()
-        heads = entries.read_heads(names)
-        entries.unpublish(heads)
-        entries.remove_tensors(heads, force=True)
+        return Part.from_tensors(request.cached_tokens, found[first])
 
 
 def _first(request: AnsweredRequest) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +15,21 @@ from draftworks.errors import PassingTroubleError
 
 _PREFIX = "draftworks-"
 _WITH_LOGITS = f"{_PREFIX}logits-"
+_MADE = re.compile(rf"{_PREFIX}(?:logits-)?([0-9a-f]{{16}})-")
 
 
 def make_request_id(with_logits: bool = False) -> str:
-    """Return an id that makes the engine write this request's states, and its next-token logits if `with_logits`."""
-    return f"{_WITH_LOGITS if with_logits else _PREFIX}{uuid.uuid4().hex}"
+    """Return an id that makes the engine write this request's states, and its next-token logits if `with_logits`.
+
+    It has the time, so that whoever finds parts of it knows how old they are.
+    """
+    return f"{_WITH_LOGITS if with_logits else _PREFIX}{time.time_ns():016x}-{uuid.uuid4().hex}"
+
+
+def read_request_time(request_id: str) -> float | None:
+    """Return when `make_request_id` made an id, or what begins with it, in seconds since the epoch; None for others."""
+    match = _MADE.match(request_id)
+    return int(match[1], 16) / 1e9 if match else None
 
 
 def is_captured(request_id: str) -> bool:

@@ -29,7 +29,7 @@ from draftworks.errors import PassingTroubleError, UnsoundEngineError
 from draftworks.sglang.parts import AnsweredRequest, Part, PartSink, PartSource, make_late_error
 
 SPOOL_SCHEMA = "draftworks.spool.2"
-_FILE_OF_A_REQUEST = re.compile(r"draftworks-(logits-)?[0-9a-f]{32}\..+")
+_FILE_OF_A_REQUEST = re.compile(r"draftworks-(logits-)?([0-9a-f]{16}-)?[0-9a-f]{32}\..+")
 _FIRST_POLL_S, _LONGEST_POLL_S, _LOOK_S = 0.001, 0.05, 1.0
 _LARGEST_RESERVE = 1 << 30
 _RESERVE_SHARE = 0.05

@@ -61,7 +61,7 @@ class AwaitedStore(WrappedStore):
         while True:
             if not self._wait(ref, started, stops):
                 self.given_up.add(ref.sample_id)
-                return _make_random(ref), FeatureHandle(ref.sample_id, 0, "")
+                return _make_random(ref), FeatureHandle(ref.sample_id, "")
             try:
                 return self._store.get(ref)
             except StoreError:

@@ -75,10 +75,8 @@ class StreamingRefChannel:
     def __init__(
         self, controller: DataFlowController, skip_ids: Iterable[str] = (), idle_timeout_s: float = IDLE_TIMEOUT_S
     ) -> None:
-        self._controller = controller
-        self._skip = frozenset(skip_ids)
-        self._idle_timeout_s = idle_timeout_s
-        self._cursor = 0
+        self._controller, self._cursor = controller, 0
+        self._skip, self._idle_timeout_s = frozenset(skip_ids), idle_timeout_s
 
     def publish_batch(self, refs: Sequence[SampleRef]) -> int:
         """Append references; return how many are new. A second one of a sample is left out."""
@@ -86,21 +84,16 @@ class StreamingRefChannel:
 
     def poll(self, count: int = PAGE, wait_s: float | None = None) -> list[SampleRef]:
         """Return the next references; none at the end, or after `wait_s`. StoreError if a side failed, or none came."""
-        since, refs = time.monotonic(), list[SampleRef]()
-        while not refs:
-            end = self._controller.read_facts().get(_END)  # before the look, so that nothing comes after it
-            if end:
-                raise StoreError(f"the other side of the references has failed: {end}")
-            page = self._controller.read_refs(self._cursor, count, acked=False)
-            self._cursor = page.cursor
+        since = time.monotonic()
+        while True:
+            end, page = _read_end(self._controller), self._controller.read_refs(self._cursor, count, acked=False)
+            self._cursor, waited = page.cursor, time.monotonic() - since
             refs = [ref for ref in page.refs if ref.sample_id not in self._skip]
-            waited = time.monotonic() - since
-            if not page.refs and (end == "" or (wait_s is not None and waited >= wait_s)):
-                break
+            if refs or (not page.refs and (end == "" or (wait_s is not None and waited >= wait_s))):
+                return refs
             if not page.refs and waited >= self._idle_timeout_s:
                 raise StoreError(f"no reference came for {waited:.1f} s: no producer publishes, and none has closed")
             time.sleep(0 if page.refs else 0.01)
-        return refs
 
     def mark_consumed(self, sample_ids: Sequence[str]) -> None:
         """Count references as consumed, durably; StoreError for one that is not published."""
@@ -109,13 +102,27 @@ class StreamingRefChannel:
     @property
     def in_flight_remote(self) -> InFlight:
         """What is published and not consumed."""
-        return sum((InFlight(1, ref.estimated_bytes) for ref in self._controller.iterate_refs(acked=False)), InFlight())
+        return sum(
+            (InFlight(1, each.estimated_bytes) for each in self._controller.iterate_refs(acked=False)), InFlight()
+        )
 
     def close(self, reason: str = "") -> None:
         """End the stream; what is published is still polled. With a reason, the other side raises it."""
         self._controller.record_fact(_END, reason)
 
     fail = close
+
+
+def _read_end(controller: DataFlowController) -> str | None:
+    """Return the empty mark at the end of a channel, None before it; asked before a look, nothing comes after it.
+
+    Raises:
+        StoreError: with the reason of a side that failed.
+    """
+    end = controller.read_facts().get(_END)
+    if end:
+        raise StoreError(f"the other side of the references has failed: {end}")
+    return end
 
 
 class SampleRefQueue:

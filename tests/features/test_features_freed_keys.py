@@ -137,7 +137,7 @@ class FreeingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.harness = FileHarness(Path(self.folder.name), lambda root, _: self.kind(root), keyed=True)
+        self.harness = FileHarness(Path(self.folder.name), lambda root, _: self.kind(root))
         self.stores = [self.open() for _ in range(2)]
         self.published: set[str] = set()
         self.buffered: list[set[str]] = [set(), set()]

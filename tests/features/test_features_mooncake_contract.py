@@ -1,4 +1,4 @@
-"""Mooncake's stores keep the contract of feature stores."""
+"""Mooncake's store keeps the contract of feature stores."""
 
 from __future__ import annotations
 
@@ -10,33 +10,23 @@ pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_c
 
 from mooncake_harness import MooncakeHarness  # noqa: E402
 from mooncake_toys import running_mooncake  # noqa: E402
-from store_contract import WritingContract  # noqa: E402
 from store_keyed_contract import FreeingContract  # noqa: E402
-
-from draftworks.mooncake.client import MooncakeClient  # noqa: E402
 
 pytestmark = pytest.mark.mooncake
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeClient]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeHarness]:
     with running_mooncake(tmp_path_factory.mktemp("mooncake")) as service:
-        client = MooncakeClient(service.address)
-        yield client
-        client.close()
-
-
-class TestMooncakeFeatureStore(WritingContract):
-    @pytest.fixture(params=[True, False], ids=["once", "kept"])
-    def harness(self, client: MooncakeClient, request: pytest.FixtureRequest) -> Iterator[MooncakeHarness]:
-        harness = MooncakeHarness(client.address, shared_client=client, consume_once=request.param)
+        harness = MooncakeHarness(service.address_file)
+        client = harness.client()
+        close, client.close = client.close, lambda: None  # for the stores that use it
         yield harness
-        harness.clear()
+        close()
 
 
-class TestKeyedMooncakeStore(FreeingContract):
+class TestMooncakeFeatureStore(FreeingContract):
     @pytest.fixture
-    def harness(self, client: MooncakeClient) -> Iterator[MooncakeHarness]:
-        harness = MooncakeHarness(client.address, shared_client=client, keyed=True)
-        yield harness
-        harness.clear()
+    def harness(self, shared: MooncakeHarness) -> Iterator[MooncakeHarness]:
+        yield shared
+        shared.clear()

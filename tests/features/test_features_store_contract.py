@@ -30,7 +30,7 @@ def open_keyed_shared(root: Path, max_hold_age_s: float) -> KeyedSharedDirStore:
 class TestLocalFeatureStore(PruningContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> FileHarness:
-        return FileHarness(tmp_path, open_local, keyed=True)
+        return FileHarness(tmp_path, open_local)
 
 
 class ReadOnlyHarness(FileHarness):
@@ -46,13 +46,13 @@ class TestReadOnlyFeatureStore(ReadingContract):
         def opened(root: Path, max_hold_age_s: float) -> ReadOnlyFeatureStore:
             return ReadOnlyFeatureStore(root.as_uri(), max_hold_age_s=max_hold_age_s)
 
-        return ReadOnlyHarness(tmp_path, opened, keyed=True)
+        return ReadOnlyHarness(tmp_path, opened)
 
 
 class TestKeyedSharedDirStore(PruningContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> FileHarness:
-        return FileHarness(tmp_path, open_keyed_shared, keyed=True)
+        return FileHarness(tmp_path, open_keyed_shared, defers=False)
 
 
 class TestJoinedStore(WritingContract):
@@ -62,4 +62,4 @@ class TestJoinedStore(WritingContract):
             return JoinedStore(open_keyed_shared(root, max_hold_age_s), TOKENS)
 
         adds = frozenset({"input_ids", "loss_mask"})
-        return FileHarness(tmp_path, joined, keyed=True, one_row_per_token=True, adds=adds)
+        return FileHarness(tmp_path, joined, one_row_per_token=True, adds=adds)

@@ -13,7 +13,7 @@ from dagster._core.instance.ref import InstanceRef
 from dagster._daemon.types import DaemonHeartbeat
 from dagster_state import forget_instance
 
-from draftworks.preflight.installation.machine_probes import Line
+from draftworks.preflight.findings import Finding
 from draftworks.targets.registry import Registry
 from jobs import instance_report
 from jobs.instance_report import SILENT_DAEMON_S, report_claims, report_code_location, report_instance
@@ -54,8 +54,8 @@ def beat(instance: dg.DagsterInstance, age_s: float) -> None:
         instance.add_daemon_heartbeat(DaemonHeartbeat(time.time() - age_s, kind, "daemon", []))
 
 
-def find(lines: Iterator[Line], words: str) -> Line:
-    found = [line for line in lines if words in line.found]
+def find(lines: Iterator[Finding], words: str) -> Finding:
+    found = [line for line in lines if words in line.text]
     assert len(found) == 1, words
     return found[0]
 
@@ -70,7 +70,7 @@ def test_an_instance_that_was_never_used_is_not_made(home: Path, registry: Regis
         home.rmdir()
     before = list_tree(home.parent)
     found = list(report_instance(home, registry))
-    assert {line.state for line in found} == {"ok"}
+    assert {line.severity for line in found} == {"ok"}
     assert list_tree(home.parent) == before
 
 
@@ -78,7 +78,7 @@ def test_a_look_at_an_instance_changes_nothing(home: Path, registry: Registry, i
     beat(instance, 10)
     before = {name: text for name, text in list_tree(home).items() if not name.endswith(("-wal", "-shm"))}
     found = list(report_instance(home, registry))
-    assert {line.state for line in found} == {"ok"}
+    assert {line.severity for line in found} == {"ok"}
     assert find(iter(found), "no migration is needed")
     assert find(iter(found), "the daemon lives")
     assert {name: text for name, text in list_tree(home).items() if not name.endswith(("-wal", "-shm"))} == before
@@ -91,17 +91,17 @@ def test_a_dead_daemon_is_a_problem_where_something_is_to_start_by_itself(
     if age_s is not None:
         beat(instance, age_s)
     words = "no daemon has ever run" if age_s is None else "the daemon is silent"
-    assert find(report_instance(home, registry), words).state == "ok"
+    assert find(report_instance(home, registry), words).severity == "ok"
     act_by_itself(registry)
     line = find(report_instance(home, registry), words)
-    assert (line.state, "start it" in line.todo) == ("problem", True)
+    assert (line.severity, "start it" in line.remedy) == ("error", True)
 
 
 def test_a_database_of_another_version_is_a_problem(home: Path, registry: Registry, instance: dg.DagsterInstance):
     with sqlite3.connect(home / "history" / "runs.db") as database:
         database.execute("UPDATE alembic_version SET version_num = '16e3655b4d9b'")
     line = find(report_instance(home, registry), "another version of Dagster")
-    assert (line.state, "dagster instance migrate" in line.todo) == ("problem", True)
+    assert (line.severity, "dagster instance migrate" in line.remedy) == ("error", True)
 
 
 def test_a_database_that_does_not_answer_is_a_problem_without_its_password(
@@ -109,15 +109,15 @@ def test_a_database_that_does_not_answer_is_a_problem_without_its_password(
 ):
     monkeypatch.setenv("DAGSTER_HOME", str(home))
     (home / "dagster.yaml").symlink_to(DEPLOY / "dagster.yaml")
-    [line] = [line for line in report_instance(home, registry) if line.state == "problem"]
-    assert "environment variable" in line.found
+    [line] = [line for line in report_instance(home, registry) if line.severity == "error"]
+    assert "environment variable" in line.text
     values = {"HOST": "127.0.0.1", "PORT": "1", "USER": "me", "PASSWORD": "hunter22", "DB": "d"}
     for name, value in values.items():
         monkeypatch.setenv(f"DAGSTER_PG_{name}", value)
     monkeypatch.setenv("DRAFTWORKS_COMPUTE_LOGS", str(home / "logs"))
-    [line] = [line for line in report_instance(home, registry) if line.state == "problem"]
-    assert str(home / "dagster.yaml") in line.found
-    assert "hunter22" not in line.found
+    [line] = [line for line in report_instance(home, registry) if line.severity == "error"]
+    assert str(home / "dagster.yaml") in line.text
+    assert "hunter22" not in line.text
 
 
 def test_a_claim_whose_run_is_gone_is_a_warning(registry: Registry, monkeypatch: pytest.MonkeyPatch):
@@ -132,7 +132,7 @@ def test_a_claim_whose_run_is_gone_is_a_warning(registry: Registry, monkeypatch:
 
     monkeypatch.setattr(instance_report.JobClaim, "read", lambda path: Claim())
     [line] = report_claims(registry)
-    assert (line.state, str(claim.relative_to(registry.resolve_var_folder())) in line.found) == ("warning", True)
+    assert (line.severity, str(claim.relative_to(registry.resolve_var_folder())) in line.text) == ("warning", True)
 
 
 def test_the_code_location_loads_and_what_is_switched_off_is_told(tmp_path: Path, registry: Registry):
@@ -146,17 +146,17 @@ def test_the_code_location_loads_and_what_is_switched_off_is_told(tmp_path: Path
 
     with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
         [line] = report_code_location(registry, instance)
-        assert (line.state, "pool_slot_sensor" in line.found) == ("ok", True)
+        assert (line.severity, "pool_slot_sensor" in line.text) == ("ok", True)
         place = InProcessCodeLocationOrigin(LoadableTargetOrigin(python_file="x.py"))
         origin = RemoteInstigatorOrigin(RemoteRepositoryOrigin(place, "r"), "pool_slot_sensor")
         off = InstigatorState(origin, dg._core.definitions.run_request.InstigatorType.SENSOR, InstigatorStatus.STOPPED)
         instance.add_instigator_state(off)
         found = list(report_code_location(registry, instance))
-        assert [one.state for one in found] == ["ok", "warning"]
-        assert "pool_slot_sensor" in found[1].found
+        assert [one.severity for one in found] == ["ok", "warning"]
+        assert "pool_slot_sensor" in found[1].text
     forget_instance()
 
 
 def test_a_code_location_that_does_not_load_is_a_problem(tmp_path: Path):
     [line] = report_code_location(Registry(tmp_path / "none"), None)
-    assert (line.state, "does not load" in line.found) == ("problem", True)
+    assert (line.severity, "does not load" in line.text) == ("error", True)

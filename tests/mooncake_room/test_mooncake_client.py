@@ -97,7 +97,7 @@ class TestOneStore:
         other.close()
         assert all(torch.equal(a, b) for a, b in zip(tensors, found, strict=True))
         assert client.exist([*keys, "toys/none"]) == [True, True, True, False]
-        assert client.size(keys[2]) == tensors[2].nbytes
+        assert client.sizes(keys[2:]) == [tensors[2].nbytes]
 
     def test_a_longer_buffer_keeps_its_tail_and_the_length_tells(self, client: MooncakeClient):
         put(client, "toys/a", noise(1000))
@@ -114,7 +114,7 @@ class TestOneStore:
 
     def test_absent_objects_have_a_code(self, client: MooncakeClient):
         assert read(client, "toys/none", noise(10)) == Code.ABSENT
-        assert client.size("toys/none") == Code.ABSENT
+        assert client.sizes(["toys/none"]) == [Code.ABSENT]
         assert client.remove(["toys/none"]) == [Code.ABSENT]
         assert client.read_small(["toys/none"]) == [None]
 
@@ -141,7 +141,7 @@ class TestOneStore:
         def look_and_remove() -> list[int]:
             for key in keys:
                 put(client, key, noise(10))
-                looks.get(look, client.size)(key)
+                looks.get(look, lambda key: client.sizes([key]))(key)
             return client.remove(keys)
 
         assert within_a_lease(look_and_remove) == [Code.LEASED, Code.LEASED]

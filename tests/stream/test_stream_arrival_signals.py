@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from arrival_cast import BATCH, ROWS, SAMPLES, STEPS, STOPPED, ArrivalCast, make_site
 from coverings import gate_or_long
+from cutting_proxy import CuttingProxy
 from waiting import wait_until
 
 from draftworks.config.run_files import TargetFiles
@@ -49,7 +51,7 @@ def test_a_consumer_that_fails_ends_a_producer_with_its_reason_and_both_go_on_wh
         cast.start("p0")
         cast.start("train")
         wait_for_step(cast, 4)
-        wait_until(lambda: (site.folder / "state-3-0.json").exists())
+        wait_until(lambda: (site.folder / "state-3-0-1.json").exists())
         (site.folder / "final-0.json").mkdir()  # where it writes its result
         assert cast.wait("p0") == [0]
         assert cast.wait("t0") == [1]
@@ -115,5 +117,36 @@ def test_random_signals_change_nothing(tmp_path: Path, tiny_target: TargetFiles,
     )
     with ArrivalCast(site, producers=rng.choice([1, 2]), world=rng.choice([1, 1, 2])) as cast:
         cast.run_random(rng, kills=rng.randint(4, 7))
+        assert len(cast.read_order()) == STEPS
+        assert cast.list_problems() == []
+
+
+def test_a_killed_consumer_of_two_ranks_goes_on_as_one_and_as_two_again(tmp_path: Path, tiny_target: TargetFiles):
+    site = make_site(tmp_path / "site", tiny_target, pace_s=0.1)
+    with ArrivalCast(site, world=2) as cast:
+        cast.start("p0")
+        cast.start("train")
+        wait_for_step(cast, 6)
+        for world, until in ((1, 11), (2, STEPS)):
+            for name in [each for each in cast.running if each.startswith("t")]:
+                cast.end(name)
+            cast.world = world
+            cast.start("train")
+            wait_for_step(cast, until)
+        assert cast.wait("p0", "t0", "t1") == [0, 0, 0]
+        assert cast.list_problems(chains=False) == []
+
+
+@pytest.mark.parametrize("seed", gate_or_long([501, 502, 503], [501]))
+def test_connections_to_the_control_server_that_are_cut_at_any_moment_change_nothing(
+    tmp_path: Path, tiny_target: TargetFiles, seed: int
+):
+    site = make_site(tmp_path / "site", tiny_target, remote=True, pace_s=0.1, lease_s=4.0)
+    with CuttingProxy(site.control or "", random.Random(seed)) as proxy, ArrivalCast(site, producers=2) as cast:
+        cast.start("control")
+        for name in ("p0", "p1", "train"):
+            cast.start(name, replace(site, control=proxy.address))
+        assert cast.wait("p0", "p1", "t0") == [0, 0, 0]
+        assert proxy.cuts > 5
         assert len(cast.read_order()) == STEPS
         assert cast.list_problems() == []

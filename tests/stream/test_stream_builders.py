@@ -181,6 +181,11 @@ def test_leases_and_attempts_are_set_where_a_runtime_is_built(stream_files: Stre
         **PLACE_OPTIONS,
     )
     assert (producer.controller.lease_s, producer.controller.consumer_lease_s) == (7.0, 5.0)
+    producer.add_tasks()
+    for attempt in range(4):
+        for lease in producer.controller.lease_tasks("worker", 99):
+            producer.controller.fail_task(lease, f"attempt {attempt}")
+    assert {len(letter.reasons) for letter in producer.controller.read_dead_letters()} == {4}
 
 
 BELOW = [

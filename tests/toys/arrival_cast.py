@@ -185,7 +185,7 @@ def train(site: ArrivalSite, rank: int, world: int, rendezvous: Path) -> None:
             time.sleep(site.pace_s)
             stream.acks.on_step(step)
             if step % SAVE == 0 or step == STEPS:
-                write_json(site.folder / f"state-{step}-{rank}.json", chain)
+                write_json(site.folder / f"state-{step}-{rank}-{world}.json", chain)
                 if world > 1:
                     dist.barrier()
                 stream.acks.on_checkpoint(step)
@@ -207,13 +207,13 @@ def serve(site: ArrivalSite) -> None:
 
 
 def read_chain(folder: Path, rank: int, world: int) -> tuple[int, list[Any]]:
-    """The newest state that all ranks have saved."""
-    saved: dict[int, dict[int, Path]] = {}
+    """The newest state that all ranks of a training have saved, which may have been of another size."""
+    saved: dict[tuple[int, int], dict[int, Path]] = {}
     for path in folder.glob("state-*.json"):
-        step, of_rank = map(int, path.stem.split("-")[1:])
-        saved.setdefault(step, {})[of_rank] = path
-    newest = max((step for step, found in saved.items() if len(found) == world), default=0)
-    return newest, json.loads(saved[newest][rank].read_text()) if newest else []
+        step, of_rank, of_world = map(int, path.stem.split("-")[1:])
+        saved.setdefault((step, of_world), {})[of_rank] = path
+    newest, size = max((each for each, found in saved.items() if len(found) == each[1]), default=(0, 0))
+    return newest, json.loads(saved[newest, size][rank].read_text()) if size == world else []
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -282,12 +282,26 @@ class ArrivalCast:
         controller = resolve_control_plane("disaggregated", "draft", self.site.database).controller
         return [step.sample_ids for step in controller.read_order()]
 
-    def list_problems(self) -> list[str]:
-        """What is wrong with a training that is done: samples lost, doubled or altered, and what it left behind."""
+    def list_problems(self, chains: bool = True) -> list[str]:
+        """What is wrong with a training that is done: samples lost, doubled or altered, and what it left behind.
+
+        Args:
+            chains: look at what each rank read, too; its number of ranks has not changed.
+        """
         problems, order = [], self.read_order()
         taken = [sample_id for step in order for sample_id in step]
         problems += ["twice in the order"] * (len(taken) != len(set(taken)))
         problems += [f"lost {SAMPLES - len(set(taken))}"] * (set(taken) != {row.sample_id for row in ROWS})
+        problems += self._list_other_tensors(order) if chains else []
+        states = dict(self.query("SELECT state, count(*) FROM tasks GROUP BY state"))
+        problems += [f"tasks {states}"] * (set(states) != {2})
+        left = self.site.open_store().health()["samples"]
+        problems += [f"{left} features left in the store"] * bool(left)
+        return problems
+
+    def _list_other_tensors(self, order: list[tuple[str, ...]]) -> list[str]:
+        """What a rank read that is not what the order has, or not as it was captured."""
+        problems: list[str] = []
         engine = BagEngine(self.site.target, {})
         expected = {}
         for row in ROWS:
@@ -304,10 +318,6 @@ class ArrivalCast:
                 problems += [f"step {number + 1}: another order"] * ([each for each, _ in read] != list(samples))
             problems += [f"step {number + 1}: others"] * (sorted(each for each, _ in read) != sorted(samples))
             problems += [f"step {number + 1}: other tensors"] * any(expected[each] != found for each, found in read)
-        states = dict(self.query("SELECT state, count(*) FROM tasks GROUP BY state"))
-        problems += [f"tasks {states}"] * (set(states) != {2})
-        left = self.site.open_store().health()["samples"]
-        problems += [f"{left} features left in the store"] * bool(left)
         return problems
 
     def run_random(self, rng: random.Random, kills: int) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from draftworks.planning.identities import Results
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.names import DATASET, TARGET_MODEL
-from resources.workspace import Workspace
+from draftworks.targets import training_data
 from spec_assets import common, recipes, reports
 
 
@@ -63,8 +64,8 @@ def recorded_reads() -> Iterator[dict[str, set[str]]]:
         patch.setattr(common, "translate_errors", until_the_end)
         for name in ("load_current", "find", "list_all"):
             patch.setattr(ArtifactStore, name, noted(getattr(ArtifactStore, name)))
-        patch.setattr(Workspace, "resolve_target_files", noted(Workspace.resolve_target_files, TARGET_MODEL))
-        patch.setattr(Workspace, "read_dataset_version", noted(Workspace.read_dataset_version, DATASET))
+        patch.setattr(Results, "resolve_target_files", noted(Results.resolve_target_files, TARGET_MODEL))
+        patch.setattr(training_data, "digest_dataset", noted(training_data.digest_dataset, DATASET))
         # Words of the model card on a draft's age. They decide no result: a report whose draft has aged is not made again.
         patch.setattr(reports, "list_draft_changes", unnoted(reports.list_draft_changes))
         # Figures of a plan. They decide nothing: a recipe is what the registry says, whatever was made or measured.

@@ -109,18 +109,12 @@ class ReadingContract:
         store.release(handle)
         assert all(torch.equal(tensors[name], tensor) for name, tensor in toy_tensors(toy_ref(1)).items())
 
-    def test_the_last_release_frees_what_is_consumed_once_and_nothing_else(self, harness: StoreHarness):
+    def test_the_last_release_frees_nothing(self, harness: StoreHarness):
         ref, store = harness.fill(1), harness.open()
         store.release(read(harness, store, ref))
-        if harness.consume_once:
-            for reader in (store, harness.open()):
-                with pytest.raises(StoreError, match="sample s1"):
-                    reader.get(ref)
-            assert harness.stored_bytes() == 0
-        else:
-            for reader in (store, harness.open()):
-                reader.release(read(harness, reader, ref))
-            assert harness.stored_bytes() > 0
+        for reader in (store, harness.open()):
+            reader.release(read(harness, reader, ref))
+        assert harness.stored_bytes() > 0
 
     def test_leases_held_too_long_are_dropped_and_their_release_does_nothing(self, harness: StoreHarness):
         ref, store = harness.fill(1), harness.open(max_hold_age_s=0.0)
@@ -143,11 +137,7 @@ class ReadingContract:
             assert answer == "read"
         else:
             assert answer.startswith("StoreError: sample s1")
-        if harness.shared and harness.consume_once:
-            with pytest.raises(StoreError, match="sample s1"):
-                harness.open().get(ref)
-        else:
-            read(harness, harness.open(), ref)
+        read(harness, harness.open(), ref)
 
     def test_a_reader_killed_under_lease_takes_nothing_along(self, harness: StoreHarness):
         ref = harness.fill(1)
@@ -189,8 +179,7 @@ class WritingContract(ReadingContract):
             "last": replace(said, shape=(4, 4)),
         }
         assert ref.estimated_bytes == store.estimate_bytes(ref) == 2 * 4 * 4 * 4
-        if harness.keyed:
-            assert ref.feature_keys == toy_ref(1).feature_keys
+        assert ref.feature_keys == toy_ref(1).feature_keys
 
     def test_views_empty_and_scalar_tensors_come_back_or_are_refused(self, harness: StoreHarness, store: FeatureStore):
         table = torch.arange(16.0).reshape(4, 4)
@@ -216,39 +205,13 @@ class WritingContract(ReadingContract):
             tensor.zero_()
         read(harness, store, ref)
 
-    def test_putting_again_supersedes_or_stores_nothing(self, harness: StoreHarness, store: FeatureStore):
+    def test_putting_again_stores_nothing(self, harness: StoreHarness, store: FeatureStore):
         first = put(store, 1)
         size = harness.stored_bytes()
-        second = put(store, 1, plus=1.0)
-        if harness.keyed:
-            assert second == first
-            for reader in (store, harness.open()):
-                read(harness, reader, first)
-        else:
-            for reader in (store, harness.open()):
-                read(harness, reader, second, plus=1.0)
-                with pytest.raises(StoreError, match="sample s1"):
-                    reader.get(first)
+        assert put(store, 1, plus=1.0) == first
+        for reader in (store, harness.open()):
+            read(harness, reader, first)
         assert harness.stored_bytes() == size
-
-    def test_an_older_generation_neither_comes_back_nor_frees_the_newer(
-        self, harness: StoreHarness, store: FeatureStore
-    ):
-        first = put(store, 1)
-        old = read(harness, store, first)
-        second = put(store, 1)
-        new = read(harness, store, second)
-        store.release(old)
-        for handle in (new, read(harness, store, second)):
-            store.release(handle)
-        if harness.keyed:
-            read(harness, store, first)
-            return
-        assert new.generation > old.generation
-        for ref in (first, second) if harness.consume_once else (first,):
-            with pytest.raises(StoreError, match="sample s1"):
-                store.get(ref)
-        assert read(harness, store, put(store, 1)).generation > new.generation
 
     def test_a_stale_handle_releases_nothing(self, harness: StoreHarness, store: FeatureStore):
         ref = put(store, 1)
@@ -267,11 +230,7 @@ class WritingContract(ReadingContract):
         store.abort("s7")
         store.release(handle)
         read(harness, store, other)
-        again = read(harness, store, ref)
-        store.release(again)
-        if harness.consume_once:
-            with pytest.raises(StoreError, match="sample s1"):
-                store.get(ref)
+        read(harness, store, ref)
 
     def test_gc_frees_nothing_that_can_be_read(self, harness: StoreHarness, store: FeatureStore):
         ref = put(store, 1)
@@ -295,12 +254,7 @@ class WritingContract(ReadingContract):
             refs = [SampleRef.from_json(text) for text in kill_at_work(harness, _put_on, after=2, wait_s=wait_s)]
             store = harness.open()
             for ref in [kept, *{ref.sample_id: ref for ref in refs}.values()]:
-                try:
-                    read(harness, store, ref)
-                except StoreError:
-                    # The killed put may have superseded it, and nobody was told; only the last can be so.
-                    assert not harness.keyed
-                    assert ref.sample_id == f"s{len(refs) % 3 + 1}"
+                read(harness, store, ref)
             for index in range(1, 4):
                 read(harness, store, put(store, index))
             store.gc()
@@ -315,11 +269,7 @@ class WritingContract(ReadingContract):
             killed = killed_before(event, partial(_put_two, harness.open(), 10 + event, 1))
             store = harness.open()
             read(harness, store, kept)
-            try:
-                read(harness, store, first)
-            except StoreError:
-                if harness.keyed:
-                    raise
+            read(harness, store, first)
             if isinstance(store, KeyedFeatureStore):
                 require_whole_or_missing(harness, store, new)
             read(harness, store, put(store, 10 + event))
@@ -339,7 +289,6 @@ class WritingContract(ReadingContract):
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(turn, range(8)))
         assert store.health()["leases"] == 0
-        assert (harness.stored_bytes() == 0) == harness.consume_once
 
 
 class _Hold:

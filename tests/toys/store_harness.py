@@ -24,17 +24,14 @@ class StoreHarness(ABC):
     """A store under test, with the traits by which the contract asks.
 
     Attributes:
-        keyed: keys are content: nothing is stored twice, and `put` returns the keys that it was given. Otherwise each
-            `put` of a sample supersedes the one before.
-        consume_once: a sample is freed when its last lease is released.
+        defers: what is freed under lease takes its bytes until the last lease ends: tensors are no copies.
         shared: other processes read what one process put. Otherwise they are refused.
         one_row_per_token: tensors with other lengths than the sample's tokens are refused.
         adds: features that `get` returns beside those of the ref.
         start_method: how other processes of the tests start; "spawn" where a library does not survive a fork.
     """
 
-    keyed = False
-    consume_once = False
+    defers = True
     shared = True
     one_row_per_token = False
     adds: frozenset[str] = frozenset()
@@ -71,8 +68,7 @@ class FileHarness(StoreHarness):
 
     root: Path
     opener: Callable[[Path, float], FeatureStore]
-    keyed: bool = False
-    consume_once: bool = False
+    defers: bool = True
     one_row_per_token: bool = False
     adds: frozenset[str] = frozenset()
 

@@ -80,7 +80,7 @@ class MemoryStore(FeatureStore):
         self.samples = samples
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
-        return self.samples[ref.sample_id], FeatureHandle(ref.sample_id, 0, "")
+        return self.samples[ref.sample_id], FeatureHandle(ref.sample_id, "")
 
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
         raise NotImplementedError

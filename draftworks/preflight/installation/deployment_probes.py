@@ -22,7 +22,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from draftworks.errors import DraftworksError
-from draftworks.preflight.installation.machine_probes import Line
+from draftworks.preflight.findings import Finding
 from draftworks.preflight.services import (
     find_refused_jobs,
     find_storage_problems,
@@ -43,56 +43,56 @@ _STORAGE_KEY = "object_storage"
 """Its variables are read with the buckets that need them, and may be absent for a public one."""
 
 
-def probe_registry(registry: Registry) -> Iterator[Line]:
+def probe_registry(registry: Registry) -> Iterator[Finding]:
     """Yield whether the registry's files can be read; `draftworks check` looks at what is in them."""
     try:
         names, problems = registry.list_targets(), registry.find_problems()
     except DraftworksError as error:
-        yield Line(REGISTRY, "problem", str(error), "name the folder with --registry")
+        yield Finding("error", str(error), REGISTRY, "name the folder with --registry")
         return
     for problem in problems:
-        yield Line(REGISTRY, "problem", problem, "correct the file; draftworks check shows more")
+        yield Finding("error", problem, REGISTRY, "correct the file; draftworks check shows more")
     if not problems:
-        yield Line(REGISTRY, "ok", f"{registry.root}: {format_count(len(names), 'target')}")
+        yield Finding("ok", f"{registry.root}: {format_count(len(names), 'target')}", REGISTRY)
 
 
-def probe_object_storage(registry: Registry, limit_s: float) -> Iterator[Line]:
+def probe_object_storage(registry: Registry, limit_s: float) -> Iterator[Finding]:
     """Write a small object to each place of the deployment, and remove it."""
     places = dict(list_storage_places(registry.load_deployment()))
     if not places:
-        yield Line(STORAGE, "ok", "none is used")
+        yield Finding("ok", "none is used", STORAGE)
         return
     problems = find_storage_problems(registry, longest_wait_s=limit_s)
     for problem in problems:
-        yield Line(STORAGE, "problem", problem, "look at object_storage in registry/deployment.yaml")
+        yield Finding("error", problem, STORAGE, "look at object_storage in registry/deployment.yaml")
     if not problems:
-        yield Line(STORAGE, "ok", f"writable: {', '.join(f'{key} {url}' for key, url in places.items())}")
+        yield Finding("ok", f"writable: {', '.join(f'{key} {url}' for key, url in places.items())}", STORAGE)
 
 
-def probe_schedulers(registry: Registry, limit_s: float) -> Iterator[Line]:
+def probe_schedulers(registry: Registry, limit_s: float) -> Iterator[Finding]:
     """Ask the schedulers of all targets whether they would take their jobs."""
     names = list_scheduler_users(registry, registry.list_targets())
     if not names:
-        yield Line(SCHEDULERS, "ok", "none is used: jobs run on this machine")
+        yield Finding("ok", "none is used: jobs run on this machine", SCHEDULERS)
         return
     refused = find_refused_jobs(registry, names, limit_s)
     for name in names:
         for problem in refused.get(name, ()):
-            yield Line(SCHEDULERS, "problem", problem, "draftworks check --target NAME asks again")
+            yield Finding("error", problem, SCHEDULERS, "draftworks check --target NAME asks again")
     taken = [name for name in names if not refused.get(name)]
     if taken:
-        yield Line(SCHEDULERS, "ok", f"take the jobs of {list_names(taken, 10)}")
+        yield Finding("ok", f"take the jobs of {list_names(taken, 10)}", SCHEDULERS)
 
 
-def probe_variables(registry: Registry, env: Mapping[str, str]) -> Iterator[Line]:
+def probe_variables(registry: Registry, env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the environment variables that the registry names and that are not set. Values are never shown."""
     named = find_named_variables(registry)
     missing = {name: keys for name, keys in named.items() if not env.get(name)}
     for name, keys in missing.items():
         todo = "set it where runs start (the environment of the daemon and of the code location as well)"
-        yield Line(SECRETS, "warning", f"the environment has no {name}, which {list_names(keys, 3)} names", todo)
+        yield Finding("warning", f"the environment has no {name}, which {list_names(keys, 3)} names", SECRETS, todo)
     if not missing:
-        yield Line(SECRETS, "ok", f"set: {', '.join(named)}" if named else "no variable is named in the registry")
+        yield Finding("ok", f"set: {', '.join(named)}" if named else "no variable is named in the registry", SECRETS)
 
 
 def find_named_variables(registry: Registry) -> dict[str, list[str]]:
@@ -129,7 +129,7 @@ DAGSTER = "dagster"
 PROGRAM = "jobs.instance_report"
 
 
-def probe_dagster(registry: Path, env: Mapping[str, str], checkout: Path, limit_s: float) -> Iterator[Line]:
+def probe_dagster(registry: Path, env: Mapping[str, str], checkout: Path, limit_s: float) -> Iterator[Finding]:
     """Yield the lines of `python -m jobs.instance_report`; those that it wrote in time, where it takes too long."""
     started = time.monotonic()
     with TemporaryFile() as out, TemporaryFile() as errors:
@@ -154,17 +154,17 @@ def probe_dagster(registry: Path, env: Mapping[str, str], checkout: Path, limit_
     if code is None:
         todo = "is its database, or this machine, busy? dagster instance info shows the instance"
         waited = time.monotonic() - started
-        yield Line(DAGSTER, "warning", f"instance and code location were not looked at within {waited:.0f} s", todo)
+        yield Finding("warning", f"instance and code location were not looked at within {waited:.0f} s", DAGSTER, todo)
     elif code:
-        yield Line(
-            DAGSTER, "problem", f"Dagster cannot be looked at: {last}", "look at: python -m jobs.instance_report"
+        yield Finding(
+            "error", f"Dagster cannot be looked at: {last}", DAGSTER, "look at: python -m jobs.instance_report"
         )
 
 
-def _parse(text: str) -> Line | None:
+def _parse(text: str) -> Finding | None:
     """Return a line of the program; None for what libraries print."""
     try:
-        return Line(**json.loads(text))
+        return Finding(**json.loads(text))
     except (ValueError, TypeError):
         return None
 
@@ -176,7 +176,7 @@ OLD_S = 7 * 24 * 3600.0
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
-def probe_leftovers(var: Path) -> Iterator[Line]:
+def probe_leftovers(var: Path) -> Iterator[Finding]:
     """Yield locks of processes that are gone, and interrupted results that nothing has continued for a week."""
     counted, silent = Counter[LeaseState](), []
     for lock in sorted(var.glob(f"*/*/{LOCK}")):
@@ -187,23 +187,23 @@ def probe_leftovers(var: Path) -> Iterator[Line]:
                 silent.append(f"{lock} ({LeasePath(lock).describe_holder()})")
     if silent:
         todo = "nothing if that host is gone: the next run waits a minute, then takes them over; else look at the host"
-        yield Line(LEFTOVERS, "warning", f"locks that another host has not renewed: {list_names(silent)}", todo)
+        yield Finding("warning", f"locks that another host has not renewed: {list_names(silent)}", LEFTOVERS, todo)
     ended = counted[LeaseState.ENDED]
     taken = f"{ended} of processes that are gone, which the next run takes over" if ended else "none of a dead process"
-    yield Line(LEFTOVERS, "ok", f"locks: {counted[LeaseState.HELD]} held on this machine, {taken}")
+    yield Finding("ok", f"locks: {counted[LeaseState.HELD]} held on this machine, {taken}", LEFTOVERS)
     old = [path for path in var.glob(f"*/*/*{PARTIAL}") if _seconds_since_change(path) > OLD_S]
     if old:
         todo = "run the same job again to go on with them, or remove them: draftworks prune --yes"
         names = list_names(path.relative_to(var) for path in sorted(old))
-        yield Line(
-            LEFTOVERS, "warning", f"{format_count(len(old), 'result')}, interrupted more than a week ago: {names}", todo
+        yield Finding(
+            "warning", f"{format_count(len(old), 'result')}, interrupted more than a week ago: {names}", LEFTOVERS, todo
         )
 
 
-def probe_stores(var: Path) -> Iterator[Line]:
+def probe_stores(var: Path) -> Iterator[Finding]:
     """Yield results and feature stores that another version of Draftworks wrote."""
     if not var.is_dir():
-        yield Line(STORES, "ok", f"{var}: nothing was made yet")
+        yield Finding("ok", f"{var}: nothing was made yet", STORES)
         return
     current, others, damaged = 0, [], []
     for pointer in sorted(var.glob(f"*/*/{POINTER}")):
@@ -218,16 +218,16 @@ def probe_stores(var: Path) -> Iterator[Line]:
             others.append(f"{record.relative_to(var)} (schema {version})")
     if others:
         todo = "use the version of Draftworks that wrote them, or run the jobs again"
-        yield Line(STORES, "problem", f"expected schema {SCHEMA_VERSION}, found others: {list_names(others)}", todo)
+        yield Finding("error", f"expected schema {SCHEMA_VERSION}, found others: {list_names(others)}", STORES, todo)
     if damaged:
         todo = "run the jobs that make them again"
-        yield Line(STORES, "problem", f"results whose record cannot be read: {list_names(damaged)}", todo)
+        yield Finding("error", f"results whose record cannot be read: {list_names(damaged)}", STORES, todo)
     if not others and not damaged:
-        yield Line(STORES, "ok", f"{current} current results, all of this version")
+        yield Finding("ok", f"{current} current results, all of this version", STORES)
     named = [path.name for path in sorted((var / "feature_store").glob("*/")) if _is_named_store(path)]
     if named:
         found = f"feature stores of an earlier version, by target name: {list_names(named)}"
-        yield Line(STORES, "ok", f"{found}; they are joined to the present ones when next used")
+        yield Finding("ok", f"{found}; they are joined to the present ones when next used", STORES)
 
 
 def _is_named_store(path: Path) -> bool:
@@ -280,36 +280,36 @@ def list_written_folders(registry: Registry, env: Mapping[str, str], checkout: P
     return [*found, WrittenFolder("Hugging Face cache", Path(hub), is_needed=False)]
 
 
-def probe_disk(folder: WrittenFolder) -> Iterator[Line]:
+def probe_disk(folder: WrittenFolder) -> Iterator[Finding]:
     """Yield how much is free in a folder, and what is low."""
     existing = find_existing(folder.path)
     usage, stats = shutil.disk_usage(existing), os.statvfs(existing)
     free = f"{folder.name} {folder.path}: {usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB free"
     todo = "draftworks usage shows what takes room, draftworks prune --yes removes what nothing in use was made from"
     if stats.f_files and stats.f_favail < LEAST_FILES:
-        yield Line(DISK, "problem", f"{folder.name} {folder.path}: room for {stats.f_favail:,} more files", todo)
+        yield Finding("error", f"{folder.name} {folder.path}: room for {stats.f_favail:,} more files", DISK, todo)
     if usage.free < LEAST_BYTES:
-        yield Line(DISK, "problem" if folder.is_needed else "warning", free, todo)
+        yield Finding("error" if folder.is_needed else "warning", free, DISK, todo)
     elif usage.free < LOW_BYTES or usage.free < LOW_SHARE * usage.total:
-        yield Line(DISK, "warning", free, todo)
+        yield Finding("warning", free, DISK, todo)
     else:
-        yield Line(DISK, "ok", free)
+        yield Finding("ok", free, DISK)
 
 
-def probe_permissions(folder: WrittenFolder) -> Iterator[Line]:
+def probe_permissions(folder: WrittenFolder) -> Iterator[Finding]:
     """Try in a folder what runs do there: write, rename over a file, lock, link. Nothing of it stays."""
     where, existing = f"{folder.name} {folder.path}", find_existing(folder.path)
-    state = "problem" if folder.is_needed else "warning"
+    severity = "error" if folder.is_needed else "warning"
     if not existing.is_dir():
         todo = "move the file away, or name another folder"
-        yield Line(PERMISSIONS, state, f"{where}: {existing} is a file, not a folder", todo)
+        yield Finding(severity, f"{where}: {existing} is a file, not a folder", PERMISSIONS, todo)
         return
     trial = existing / f"{PREFIX}{uuid4().hex}"
     try:
         missing = _try_writing(trial)
     except OSError as error:
         todo = f"give user {os.getuid()} the right to write to {existing}, mount it writable, or name another folder"
-        yield Line(PERMISSIONS, state, f"{where}: cannot be written to: {error.strerror or error}", todo)
+        yield Finding(severity, f"{where}: cannot be written to: {error.strerror or error}", PERMISSIONS, todo)
         return
     finally:
         for path in existing.glob(f"{trial.name}*"):
@@ -320,15 +320,15 @@ def probe_permissions(folder: WrittenFolder) -> Iterator[Line]:
     later = "" if folder.path.is_dir() else f"; does not exist yet, can be made in {existing}"
     if missing:
         todo = "use another file system: two runs could write the same result"
-        yield Line(PERMISSIONS, "problem", f"{where}{kind}: no {', no '.join(missing)}", todo)
+        yield Finding("error", f"{where}{kind}: no {', no '.join(missing)}", PERMISSIONS, todo)
     else:
-        yield Line(PERMISSIONS, "ok", f"{where}{kind}: writable, with atomic rename and locks{later}")
+        yield Finding("ok", f"{where}{kind}: writable, with atomic rename and locks{later}", PERMISSIONS)
     if folder.name == "DAGSTER_HOME" and mount is not None and mount.is_shared:
         todo = "use a local folder, or Postgres (docs/how-to/deployment.md)"
-        yield Line(PERMISSIONS, "warning", f"{where}: SQLite on {mount.kind} may be damaged by two hosts", todo)
+        yield Finding("warning", f"{where}: SQLite on {mount.kind} may be damaged by two hosts", PERMISSIONS, todo)
 
 
-def probe_clock_of_folder(folder: WrittenFolder) -> Iterator[Line]:
+def probe_clock_of_folder(folder: WrittenFolder) -> Iterator[Finding]:
     """Compare this host's clock with that of the server of a folder that other hosts may mount."""
     existing = find_existing(folder.path)
     mount = find_mount(existing)
@@ -344,10 +344,10 @@ def probe_clock_of_folder(folder: WrittenFolder) -> Iterator[Line]:
             trial.unlink(missing_ok=True)
     found = f"this host is {ahead_s:+.1f} s from the server of {folder.name} ({mount.kind})"
     if abs(ahead_s) <= MAX_SKEW_S:
-        yield Line(CLOCKS, "ok", found)
+        yield Finding("ok", found, CLOCKS)
     else:
         todo = f"set the clocks by NTP: more than {REFUSED_SKEW_S:.0f} s between the hosts of a job is refused"
-        yield Line(CLOCKS, "problem" if abs(ahead_s) > REFUSED_SKEW_S else "warning", found, todo)
+        yield Finding("error" if abs(ahead_s) > REFUSED_SKEW_S else "warning", found, CLOCKS, todo)
 
 
 def _try_writing(trial: Path) -> list[str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from draftworks.config.launchers import LOCAL
 from draftworks.errors import DraftworksError
+from draftworks.preflight.findings import Finding
 from draftworks.preflight.installation import deployment_probes, machine_probes
 from draftworks.preflight.installation.deployment_probes import probe_dagster
-from draftworks.preflight.installation.machine_probes import Line, Probe, probe_versions, run_probes
+from draftworks.preflight.installation.machine_probes import Probe, probe_versions, run_probes
 from draftworks.storage.http_call import HttpClient, NoAnswerError
 from draftworks.storage.words import mask_secrets
 from draftworks.targets.registry import Registry
@@ -34,7 +35,7 @@ class Installation:
     env: Mapping[str, str]
     checkout: Path
 
-    def examine(self, limit_s: float = LIMIT_S) -> list[Line]:
+    def examine(self, limit_s: float = LIMIT_S) -> list[Finding]:
         """Run all probes and return their lines, without secrets."""
         lines = run_probes(self.list_probes(_SHARE_OF_ASKING * limit_s), limit_s)
         try:
@@ -43,7 +44,7 @@ class Installation:
             named = []
         return [
             replace(
-                line, found=mask_secrets(line.found, self.env, named), todo=mask_secrets(line.todo, self.env, named)
+                line, text=mask_secrets(line.text, self.env, named), remedy=mask_secrets(line.remedy, self.env, named)
             )
             for line in lines
         ]
@@ -81,10 +82,10 @@ class Installation:
         return deployment.launcher.kind != LOCAL or deployment.features.kind != "local"
 
 
-def probe_ui_port(port: int, is_free: bool, host: str) -> Iterator[Line]:
+def probe_ui_port(port: int, is_free: bool, host: str) -> Iterator[Finding]:
     """Yield whether the port of the UI is free, or the UI itself serves there."""
     if is_free:
-        yield Line("ports", "ok", f"{port} is free for the UI")
+        yield Finding("ok", f"{port} is free for the UI", "ports")
         return
     try:
         with HttpClient(f"http://{host}:{port}", timeout_s=2.0) as http:
@@ -92,6 +93,6 @@ def probe_ui_port(port: int, is_free: bool, host: str) -> Iterator[Line]:
     except NoAnswerError:
         is_dagster = False
     if is_dagster:
-        yield Line("ports", "ok", f"Dagster's UI serves at {host}:{port}")
+        yield Finding("ok", f"Dagster's UI serves at {host}:{port}", "ports")
     else:
-        yield Line("ports", "warning", f"{port} is in use by another server", f"draftworks ui --port {port + 1}")
+        yield Finding("warning", f"{port} is in use by another server", "ports", f"draftworks ui --port {port + 1}")

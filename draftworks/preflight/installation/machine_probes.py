@@ -18,31 +18,15 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from draftworks.errors import DraftworksError
+from draftworks.preflight.findings import Finding
 from draftworks.sglang.environment import FIRST_CAPTURING, PROGRAM_LIBRARIES, SGLANG_VERSIONS
 from draftworks.storage.words import list_names
 from draftworks.targets.registry import Registry
 
-State = Literal["ok", "warning", "problem"]
 _CORRECT_FIRST = "correct that, then run draftworks doctor again: it looks at this area too"
 _UNEXPECTED = "look whether this user may read what is named there; if so, please report this line"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One thing that was looked at.
-
-    Attributes:
-        area: such as `disk` or `dagster`.
-        todo: what to do about it; empty where there is nothing to do.
-    """
-
-    area: str
-    state: State
-    found: str
-    todo: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,16 +34,16 @@ class Probe:
     """A look at one area, which changes nothing but for files that it removes again."""
 
     area: str
-    look: Callable[[], Iterable[Line]]
+    look: Callable[[], Iterable[Finding]]
 
 
 @dataclass
 class _Outcome:
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Finding] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
 
-def run_probes(probes: Sequence[Probe], limit_s: float) -> list[Line]:
+def run_probes(probes: Sequence[Probe], limit_s: float) -> list[Finding]:
     """Run all probes at once and return their lines, in the order of the probes.
 
     A probe that has not ended after `limit_s`, or that raises, is one warning: another machine may hang, and the other
@@ -82,16 +66,16 @@ def _run(probe: Probe, outcome: _Outcome) -> None:
         is_known = isinstance(error, DraftworksError)
         reason = str(error).partition("\n")[0] if is_known else repr(error)
         todo = _CORRECT_FIRST if is_known else _UNEXPECTED
-        outcome.lines.append(Line(probe.area, "warning", f"could not be looked at: {reason}", todo))
+        outcome.lines.append(Finding("warning", f"could not be looked at: {reason}", probe.area, todo))
     outcome.ended.set()
 
 
-def _collect(probe: Probe, outcome: _Outcome, deadline: float, limit_s: float) -> Iterator[Line]:
+def _collect(probe: Probe, outcome: _Outcome, deadline: float, limit_s: float) -> Iterator[Finding]:
     in_time = outcome.ended.wait(max(0.0, deadline - time.monotonic()))
     yield from list(outcome.lines)
     if not in_time:
         todo = "look whether a disk, a network or a server hangs; run it again when the machine is less busy"
-        yield Line(probe.area, "warning", f"no answer within {limit_s:.0f} s", todo)
+        yield Finding("warning", f"no answer within {limit_s:.0f} s", probe.area, todo)
 
 
 GPU, SGLANG, CLOCKS, PORTS, PROCESSES = "gpu", "sglang", "clocks", "ports", "processes"
@@ -110,68 +94,68 @@ _BYTES_OF_TIMEX = 512  # more than the structure has on any platform
 _PROGRAMS = "draftworks.programs."
 
 
-def probe_gpu(limit_s: float) -> Iterator[Line]:
+def probe_gpu(limit_s: float) -> Iterator[Finding]:
     """Yield the GPUs that the driver shows, and whether PyTorch sees as many. A machine without any is fine."""
     if shutil.which(NVIDIA_SMI) is None:
-        yield Line(
-            GPU, "ok", f"none: {NVIDIA_SMI} is not there, so everything runs on the CPU ({os.cpu_count()} cores)"
+        yield Finding(
+            "ok", f"none: {NVIDIA_SMI} is not there, so everything runs on the CPU ({os.cpu_count()} cores)", GPU
         )
         return
     try:
         asked = subprocess.run([NVIDIA_SMI, *_QUERY], capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        yield Line(
-            GPU,
+        yield Finding(
             "warning",
             f"{NVIDIA_SMI} did not answer within {limit_s:.0f} s",
+            GPU,
             "look at dmesg for errors of the driver",
         )
         return
     except OSError as error:
-        yield Line(GPU, "warning", f"{NVIDIA_SMI} cannot be run: {error}", "repair the driver's installation")
+        yield Finding("warning", f"{NVIDIA_SMI} cannot be run: {error}", GPU, "repair the driver's installation")
         return
     cards = [line.strip() for line in asked.stdout.splitlines() if line.strip()]
     if asked.returncode or not cards:
         reason = (asked.stderr or asked.stdout).strip().splitlines()[:1] or [f"exit code {asked.returncode}"]
         todo = "repair the driver; without it everything runs on the CPU"
-        yield Line(GPU, "warning", f"{NVIDIA_SMI}: {reason[0]}", todo)
+        yield Finding("warning", f"{NVIDIA_SMI}: {reason[0]}", GPU, todo)
         return
     for index, card in enumerate(cards):
-        yield Line(GPU, "ok", f"GPU {index}: {card}")
+        yield Finding("ok", f"GPU {index}: {card}", GPU)
     yield from _compare_with_torch(len(cards), limit_s)
 
 
-def _compare_with_torch(cards: int, limit_s: float) -> Iterator[Line]:
+def _compare_with_torch(cards: int, limit_s: float) -> Iterator[Finding]:
     try:
         asked = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=limit_s)
         version, cuda, seen = asked.stdout.strip().splitlines()[-1].split("|")
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        yield Line(
-            GPU,
+        yield Finding(
             "warning",
             f"PyTorch could not be asked for its GPUs: {type(error).__name__}",
+            GPU,
             "python -c 'import torch'",
         )
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = f"PyTorch {version} with CUDA {cuda} sees {seen} of {cards} GPUs"
     if int(seen) == cards or (visible is not None and int(seen) > 0):
-        yield Line(GPU, "ok", found)
+        yield Finding("ok", found, GPU)
     else:
         todo = "install PyTorch for this driver's CUDA" if visible is None else "look at CUDA_VISIBLE_DEVICES"
-        yield Line(GPU, "problem" if int(seen) == 0 else "warning", found, todo)
+        yield Finding("error" if int(seen) == 0 else "warning", found, GPU, todo)
 
 
-def probe_sglang(registry: Registry, limit_s: float) -> Iterator[Line]:
+def probe_sglang(registry: Registry, limit_s: float) -> Iterator[Finding]:
     """Ask SGLang's environment for its version; import SGLang there if a target of the registry starts it."""
     python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
     users = _list_sglang_users(registry)
     if not python.is_file():
         if users:
             todo = "make sglang-env, or name its environment: sglang.python in registry/deployment.yaml"
-            yield Line(SGLANG, "problem", f"{python} does not exist, and is needed by {list_names(users)}", todo)
+            yield Finding("error", f"{python} does not exist, and is needed by {list_names(users)}", SGLANG, todo)
         else:
-            yield Line(SGLANG, "ok", f"not installed ({python}), and no target needs it")
+            yield Finding("ok", f"not installed ({python}), and no target needs it", SGLANG)
         return
     todo = f"look at: {python} -c 'import sglang'"
     try:
@@ -185,26 +169,28 @@ def probe_sglang(registry: Registry, limit_s: float) -> Iterator[Line]:
     except subprocess.TimeoutExpired as error:
         version = _first_line(error.stdout)
         known = f"SGLang {version} in" if version else "SGLang in"
-        yield Line(SGLANG, "warning", f"{known} {python} did not answer within {limit_s:.0f} s", todo)
+        yield Finding("warning", f"{known} {python} did not answer within {limit_s:.0f} s", SGLANG, todo)
         return
     except OSError as error:
-        yield Line(SGLANG, "problem" if users else "warning", f"{python} cannot be run: {error}", "make sglang-env")
+        yield Finding("error" if users else "warning", f"{python} cannot be run: {error}", SGLANG, "make sglang-env")
         return
     lines = asked.stdout.splitlines()
     if asked.returncode or not lines:
         reason = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
-        yield Line(SGLANG, "problem" if users else "warning", f"{python}: {reason}", todo)
+        yield Finding("error" if users else "warning", f"{python}: {reason}", SGLANG, todo)
         return
     version, missing = lines[0], [PROGRAM_LIBRARIES[name] for name in (lines[1].split() if len(lines) > 1 else ())]
     if missing:
         todo = f"{python} -m pip install --no-deps {' '.join(missing)}"
-        yield Line(SGLANG, "warning", f"{python} lacks {', '.join(missing)}, which capture.backend sglang needs", todo)
+        yield Finding(
+            "warning", f"{python} lacks {', '.join(missing)}, which capture.backend sglang needs", SGLANG, todo
+        )
     if version in SGLANG_VERSIONS:
-        yield Line(SGLANG, "ok", f"SGLang {version} ({python})")
+        yield Finding("ok", f"SGLang {version} ({python})", SGLANG)
     else:
         first = ".".join(map(str, FIRST_CAPTURING))
         todo = f"install one of these to capture with it; before {first} it can only answer and serve"
-        yield Line(SGLANG, "warning", f"SGLang {version}: tested with {' and '.join(SGLANG_VERSIONS)}", todo)
+        yield Finding("warning", f"SGLang {version}: tested with {' and '.join(SGLANG_VERSIONS)}", SGLANG, todo)
 
 
 def _first_line(output: bytes | str | None) -> str:
@@ -227,24 +213,24 @@ def _list_sglang_users(registry: Registry) -> list[str]:
     return found
 
 
-def probe_clock(has_other_hosts: bool) -> Iterator[Line]:
+def probe_clock(has_other_hosts: bool) -> Iterator[Finding]:
     """Ask the kernel whether something synchronizes the clock; it matters where several hosts work together."""
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_BYTES_OF_TIMEX))
     except (OSError, AttributeError):
         state = -1
     if state < 0:
-        yield Line(CLOCKS, "ok", "whether NTP sets the clock is not known here")
+        yield Finding("ok", "whether NTP sets the clock is not known here", CLOCKS)
     elif state != _TIME_ERROR:
-        yield Line(CLOCKS, "ok", "the clock is synchronized")
+        yield Finding("ok", "the clock is synchronized", CLOCKS)
     elif has_other_hosts:
         todo = "switch NTP on (timedatectl set-ntp true): jobs, leases and object storage compare times of hosts"
-        yield Line(CLOCKS, "warning", "nothing synchronizes the clock", todo)
+        yield Finding("warning", "nothing synchronizes the clock", CLOCKS, todo)
     else:
-        yield Line(CLOCKS, "ok", "nothing synchronizes the clock, which matters with several hosts only")
+        yield Finding("ok", "nothing synchronizes the clock, which matters with several hosts only", CLOCKS)
 
 
-def probe_orphans() -> Iterator[Line]:
+def probe_orphans() -> Iterator[Finding]:
     """Yield programs of Draftworks on this machine whose parent is gone: nothing waits for what they compute."""
     import psutil
 
@@ -258,9 +244,9 @@ def probe_orphans() -> Iterator[Line]:
             found.append(f"{process.info['pid']} ({name.removeprefix(_PROGRAMS)})")
     if found:
         todo = "look whether somebody started them by hand or a scheduler's job is of them; else end them: kill PID"
-        yield Line(PROCESSES, "warning", f"programs without a parent: {', '.join(found)}", todo)
+        yield Finding("warning", f"programs without a parent: {', '.join(found)}", PROCESSES, todo)
     else:
-        yield Line(PROCESSES, "ok", "no orphan programs")
+        yield Finding("ok", "no orphan programs", PROCESSES)
 
 
 AREA = "versions"
@@ -299,28 +285,30 @@ class SupportedVersions:
         )
 
 
-def probe_versions(checkout: Path) -> Iterator[Line]:
+def probe_versions(checkout: Path) -> Iterator[Finding]:
     """Yield a line for Python, for the main libraries, and for each library outside of its range."""
     from packaging.specifiers import SpecifierSet
 
     try:
         supported = SupportedVersions.read(checkout)
     except (OSError, ValueError, KeyError) as error:
-        yield Line(AREA, "warning", f"supported versions are not known: {error}", "install Draftworks from a checkout")
+        yield Finding(
+            "warning", f"supported versions are not known: {error}", AREA, "install Draftworks from a checkout"
+        )
         return
     python = platform.python_version()
     if python in SpecifierSet(supported.python):
-        yield Line(AREA, "ok", f"Python {python} ({sys.executable})")
+        yield Finding("ok", f"Python {python} ({sys.executable})", AREA)
     else:
-        yield Line(
-            AREA,
-            "problem",
+        yield Finding(
+            "error",
             f"Python {python}: expected {supported.python}",
+            AREA,
             "make the environment again: make clean; make",
         )
     found = {name: _find_version(name) for name in supported.required}
     shown = [f"{name} {found[name]}" for name in _SHOWN if found.get(name)]
-    yield Line(AREA, "ok", f"libraries: {', '.join(shown)}")
+    yield Finding("ok", f"libraries: {', '.join(shown)}", AREA)
     for name, expected in supported.required.items():
         yield from _judge(name, expected, found[name], f"pip install -c constraints.txt -e {checkout}", required=True)
     for extra, ranges in supported.optional.items():
@@ -330,16 +318,16 @@ def probe_versions(checkout: Path) -> Iterator[Line]:
     yield from _compare_with_tested(supported)
 
 
-def _judge(name: str, expected: str, found: str | None, todo: str, required: bool) -> Iterator[Line]:
+def _judge(name: str, expected: str, found: str | None, todo: str, required: bool) -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
     if found is None and required:
-        yield Line(AREA, "problem", f"{name}: expected {expected}, found none", todo)
+        yield Finding("error", f"{name}: expected {expected}, found none", AREA, todo)
     elif found is not None and not SpecifierSet(expected).contains(found, prereleases=True):
-        yield Line(AREA, "problem", f"{name} {found}: expected {expected}", todo)
+        yield Finding("error", f"{name} {found}: expected {expected}", AREA, todo)
 
 
-def _compare_with_tested(supported: SupportedVersions) -> Iterator[Line]:
+def _compare_with_tested(supported: SupportedVersions) -> Iterator[Finding]:
     """Yield one line about libraries whose version is supported but not the tested one. Local parts (+cpu) do not count."""
     others = []
     for name in supported.required:
@@ -347,7 +335,7 @@ def _compare_with_tested(supported: SupportedVersions) -> Iterator[Line]:
         if found is not None and tested is not None and found.partition("+")[0] != tested.partition("+")[0]:
             others.append(f"{name} {found} (tested: {tested})")
     if others:
-        yield Line(AREA, "ok", f"supported, but not the versions of the tests: {', '.join(others)}")
+        yield Finding("ok", f"supported, but not the versions of the tests: {', '.join(others)}", AREA)
 
 
 def _find_version(name: str) -> str | None:

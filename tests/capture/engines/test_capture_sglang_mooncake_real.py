@@ -11,6 +11,7 @@ import pytest
 import sglang_toys
 import torch
 from capture_toys import capture_run, random_rows
+from mooncake_harness import is_object
 from mooncake_toys import running_mooncake
 from sglang_toys import SGLANG, sglang_engine
 
@@ -18,7 +19,6 @@ from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.capture.session import capture_features
 from draftworks.config.run_files import TargetFiles
-from draftworks.features.mooncake_head import ObjectKey
 from draftworks.mooncake.address import MooncakeAddress
 from draftworks.mooncake.client import MooncakeClient
 from draftworks.storage.identity import LayerTap
@@ -75,4 +75,4 @@ def test_features_come_through_mooncake_and_leave_nothing_there(
     assert not list(engine.spool.iterdir())
     client = MooncakeClient(MooncakeAddress.read(address_file))
     keys = client.list_keys(client.read_owner().metrics)
-    assert not [key for key in keys if ObjectKey.parse(key, client.address.store_id)]
+    assert not list(filter(is_object, keys))

@@ -14,7 +14,7 @@ import pytest
 from mooncake_toys import running_mooncake
 
 from draftworks.errors import StoreLostError
-from draftworks.features.restarted_mooncake import RestartedMooncakeStore
+from draftworks.features.mooncake_store import MooncakeFeatureStore
 from draftworks.mooncake.address import ADDRESS_FILE, MooncakeAddress
 from draftworks.mooncake.client import MooncakeClient
 
@@ -63,6 +63,6 @@ def test_the_address_of_a_restarted_service_is_read_after_the_one_of_before_fail
         with dying_master(file, now.to_json()) as address:
             file.write_text(address.to_json())
             # An attempt at the dead master takes longer than timeout_s.
-            store = RestartedMooncakeStore(file, timeout_s=0.5, put_timeout_s=1)
+            store = MooncakeFeatureStore(file, timeout_s=0.5, put_timeout_s=1)
         assert store.health()["losses"] == 0
         store.close()
