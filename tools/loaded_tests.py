@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (
-    *(f"tests/house/test_house_{name}.py" for name in ("waiting", "leftovers", "ports", "warm_starts")),
+    *(f"tests/house/test_house_{name}.py" for name in ("waiting", "leftovers", "pins", "warm_starts")),
     *(
         f"tests/resources/test_resources_{name}.py"
         for name in ("launcher_contract", "local_launcher", "scheduler_launcher", "kubernetes_launcher", "companions")
@@ -28,11 +28,10 @@ FILES = (
     "tests/resources/test_resources_kubernetes_scheduler.py",
     *(
         f"tests/programs/test_programs_{name}.py"
-        for name in ("program", "ray_job", "train", "train_resume", "export", "serve", "regenerate", "start")
+        for name in ("program", "ray_job", "train", "train_resume", "draft_names", "observe", "start")
     ),
     *(f"tests/stream/test_stream_{name}.py" for name in ("control_server", "consumer_lease", "sqlite_database")),
-    *(f"tests/capture/engines/test_capture_sglang_{name}.py" for name in ("engine", "job", "replicas", "balancing")),
-    "tests/capture/test_capture_in_flight.py",
+    *(f"tests/capture/engines/test_capture_sglang_{name}.py" for name in ("engine", "job", "balancing")),
     "tests/capture/test_capture_in_flight.py",
     "tests/preflight/installation",
     "tests/service/test_service_hook.py",

@@ -1,21 +1,14 @@
-"""Folders are tried with real files: without the right to write, full, or without locks they are a problem.
-GPU, SGLang and processes: what is there, what is wrong with it, and what hangs.
-"""
+"""Folders are tried with real files: without the right to write, full, or without locks they are a problem."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from draftworks.preflight.installation import machine_probes
 from draftworks.preflight.installation.deployment_probes import (
     WrittenFolder,
     list_written_folders,
@@ -23,13 +16,6 @@ from draftworks.preflight.installation.deployment_probes import (
     probe_disk,
     probe_permissions,
 )
-from draftworks.preflight.installation.machine_probes import (
-    probe_clock,
-    probe_gpu,
-    probe_orphans,
-    probe_sglang,
-)
-from draftworks.sglang.environment import SGLANG_VERSIONS
 from draftworks.targets.registry import Registry
 
 
@@ -141,127 +127,3 @@ def test_the_folders_are_those_that_runs_write_to(tmp_path: Path):
         "DAGSTER_HOME": tmp_path / "home",
         "Hugging Face cache": tmp_path / "hub",
     }
-
-
-CARD = "NVIDIA H200, 143771 MiB, 0 MiB, 570.1"
-
-
-def write_program(path: Path, body: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return path
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of programs, the only one that is searched."""
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return tmp_path / "bin"
-
-
-def test_a_machine_without_a_gpu_is_fine(machine: Path):
-    [line] = probe_gpu(5)
-    assert (line.state, "CPU" in line.found) == ("ok", True)
-
-
-@pytest.mark.parametrize(
-    ("seen", "states"), [("2", ["ok", "ok", "ok"]), ("1", ["ok", "ok", "warning"]), ("0", ["ok", "ok", "problem"])]
-)
-def test_gpus_that_pytorch_does_not_see_are_told(machine: Path, monkeypatch: pytest.MonkeyPatch, seen: str, states):
-    write_program(machine / "nvidia-smi", f"echo '{CARD}'; echo '{CARD}'")
-    python = write_program(machine / "python", f"echo '2.13.0|12.8|{seen}'")
-    monkeypatch.setattr(machine_probes.sys, "executable", str(python))
-    found = list(probe_gpu(5))
-    assert [line.state for line in found] == states
-    assert f"sees {seen} of 2 GPUs" in found[-1].found
-
-
-@pytest.mark.parametrize("body", ["echo 'driver mismatch' >&2; exit 18", "exec /bin/sleep 2000"])
-def test_a_driver_that_fails_or_hangs_is_a_warning(machine: Path, body: str):
-    write_program(machine / "nvidia-smi", body)
-    [line] = probe_gpu(0.5)
-    assert (line.state, bool(line.todo)) == ("warning", True)
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    (tmp_path / "registry" / "targets").mkdir(parents=True)
-    (tmp_path / "registry" / "deployment.yaml").write_text("sglang: {python: ../sglang/python}\n")
-    return Registry(tmp_path / "registry")
-
-
-def need_sglang(registry: Registry) -> None:
-    (registry.root / "targets" / "a.yaml").write_text("model: m\ndataset: d\ncapture: {backend: sglang}\n")
-
-
-@pytest.mark.parametrize(
-    ("body", "needed", "state", "words"),
-    [
-        (None, False, "ok", "no target needs it"),
-        (None, True, "problem", "is needed by a"),
-        (f"echo {SGLANG_VERSIONS[0]}", True, "ok", f"SGLang {SGLANG_VERSIONS[0]}"),
-        ("echo 0.4.1", True, "warning", "SGLang 0.4.1: tested with"),
-        ("echo 'ImportError: no CUDA' >&2; exit 1", True, "problem", "ImportError: no CUDA"),
-        ("echo 'ImportError: no CUDA' >&2; exit 1", False, "warning", "ImportError: no CUDA"),
-        ("echo 0.5.23; exec sleep 60", True, "warning", "did not answer within"),
-    ],
-)
-def test_sglang_is_asked_in_its_own_environment(registry: Registry, body, needed: bool, state: str, words: str):
-    if needed:
-        need_sglang(registry)
-    if body is not None:
-        write_program(registry.root.parent / "sglang" / "python", body)
-    [line] = probe_sglang(registry, 1.0)
-    assert (line.state, words in line.found) == (state, True), line
-
-
-def test_libraries_that_sglang_lacks_are_named_with_the_command(registry: Registry):
-    need_sglang(registry)
-    write_program(registry.root.parent / "sglang" / "python", f"echo {SGLANG_VERSIONS[0]}; echo pyarrow dagster_pipes")
-    found = list(probe_sglang(registry, 5))
-    assert [line.state for line in found] == ["warning", "ok"]
-    assert "pip install --no-deps pyarrow dagster-pipes" in found[0].todo
-
-
-def test_a_clock_that_nothing_sets_matters_between_hosts_only(monkeypatch: pytest.MonkeyPatch):
-    class Kernel:
-        def __init__(self, state: int) -> None:
-            self.adjtimex = lambda buffer: state
-
-    for state, others, expected in ((0, True, "ok"), (5, True, "warning"), (5, False, "ok"), (-1, True, "ok")):
-        monkeypatch.setattr(machine_probes.ctypes, "CDLL", lambda *_, state=state, **__: Kernel(state))
-        assert [line.state for line in probe_clock(others)] == [expected]
-    monkeypatch.undo()
-    assert [line.state for line in probe_clock(False)] == ["ok"]
-
-
-def test_a_program_whose_parent_is_gone_is_found(monkeypatch: pytest.MonkeyPatch):
-    """The program is real, but not its lack of a parent: who takes orphans over differs between machines."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "draftworks.programs.train"])
-    iterate = psutil.process_iter
-
-    def without_parent(attributes: list[str]) -> Iterator[psutil.Process]:
-        for process in iterate(attributes):
-            if process.pid == child.pid:
-                process.info["ppid"] = 1
-            yield process
-
-    monkeypatch.setattr(psutil, "process_iter", without_parent)
-    try:
-        [line] = probe_orphans()
-        assert (line.state, f"{child.pid} (train)" in line.found) == ("warning", True)
-    finally:
-        child.kill()
-        child.wait()
-
-
-def test_programs_of_this_process_are_no_orphans():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "draftworks.programs.train"])
-    try:
-        assert not any(str(child.pid) in line.found for line in probe_orphans())
-    finally:
-        child.kill()
-        child.wait()
