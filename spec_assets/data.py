@@ -9,6 +9,7 @@ import dagster as dg
 
 from draftworks.config.registry_files import ResponseSpec, TargetSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
+from draftworks.data.growing_files import write_head
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import resolve_draft_vocab_size
 from draftworks.preflight.gates import describe_coverage, is_low
@@ -62,6 +63,8 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
         from draftworks.data.prepare import prepare_conversations
 
         source = registry.load_dataset(target.dataset)
+        if target.streaming is not None and target.streaming.vocabulary_samples is not None:
+            source = write_head(source, registry.root, target.streaming.vocabulary_samples, out)
         return _to_build_result(prepare_conversations(source, target.data, registry.root, files, out))
 
     identity = identify_conversations(target, workspace.read_training_data_version(target), files.vocab_size)

@@ -24,6 +24,7 @@ from draftworks.storage.identity import digest
 from draftworks.storage.names import TOKENIZED_TRAIN, TRAINING_FEATURES, VOCAB_MAPPING, of_strategy
 from draftworks.storage.records import DraftIdentity, EvalData, choose_name, read_names
 from draftworks.targets.registry import HELDOUT, apply_overrides
+from draftworks.targets.training_data import identify_arrival
 from resources.workspace import Workspace
 from spec_assets.evals import locate_feature_set, read_eval_data
 from spec_assets.features import require_features, select_stream_versions
@@ -58,6 +59,7 @@ class DraftInputs:
     Attributes:
         feature_versions: content versions of the streams that this strategy reads, by name, as in `heldout_data`. A
             tap that only another strategy reads is not included, so it does not cause a new training.
+        arrival: see `DraftIdentity`.
     """
 
     files: TargetFiles
@@ -70,6 +72,7 @@ class DraftInputs:
     heldout_data: EvalData
     vocab_mapping: Artifact | None
     start_from: Path | None
+    arrival: Mapping[str, Any] | None = None
 
     def to_identity(self, strategy: StrategySpec) -> DraftIdentity:
         options = strategy.parse_options(self.options, where=f"options of {strategy.name}")
@@ -83,6 +86,7 @@ class DraftInputs:
             features=digest(self.feature_versions),
             vocab_mapping=None if self.vocab_mapping is None else self.vocab_mapping.data_version,
             heldout=self.heldout_data,
+            arrival=self.arrival,
         )
 
     def locate_vocab_file(self) -> Path | None:
@@ -127,6 +131,7 @@ def resolve_draft_inputs(
         heldout_data=read_eval_data(workspace, target.name, HELDOUT, streams),
         vocab_mapping=artifacts.load_current(VOCAB_MAPPING, target.name) if strategy.uses_vocab_mapping else None,
         start_from=start_from,
+        arrival=identify_arrival(target, workspace.registry),
     )
 
 

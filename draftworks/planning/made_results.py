@@ -219,7 +219,7 @@ def _is_unchanged(subject: PlanSubject, files: TargetFiles, draft: Artifact) -> 
     """Whether a training for the target would use now what the draft was trained with."""
     compared = TrainedDraft(draft, subject.target, files, subject.registry, subject.artifacts, subject.digests)
     try:
-        return not compared.changes()
+        return not compared.changes(new_rows=False)
     except (DigestNotCached, DraftworksError):
         return False
 

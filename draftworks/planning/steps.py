@@ -9,7 +9,7 @@ from typing import Literal
 
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.data import THINKING
-from draftworks.config.features import StreamingSpec
+from draftworks.config.features import StreamingSpec, UntilSpec
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.strategies import resolve_strategy
 from draftworks.planning.amounts import (
@@ -288,7 +288,7 @@ class StepPlanner:
         report = find_report(self.subject, strategy, found)
         export = find_export(self.subject, strategy, found)
         rate = self._find_rate("train", strategy)
-        tokens = count_training_tokens(training, self._train)
+        tokens = count_training_tokens(training, self._train, self._until)
         devices = self._count_ranks("train", strategy)
         step = PlannedStep(
             asset=names.draft,
@@ -350,13 +350,18 @@ class StepPlanner:
 
     def _count_captured(self, strategy: str) -> Estimate:
         """Return the tokens that producers capture for a training: each sample once, or again in each epoch."""
-        trained = count_training_tokens(self.trainings[strategy], self._train)
-        if self._keeps_stream():
+        trained = count_training_tokens(self.trainings[strategy], self._train, self._until)
+        if self._keeps_stream() and self._until is None:
             tokens = self._train.tokens
             return Estimate(
                 min(trained.low, tokens.low), min(trained.value, tokens.value), min(trained.high, tokens.high)
             )
         return trained
+
+    @property
+    def _until(self) -> UntilSpec | None:
+        streaming = self.subject.target.streaming
+        return None if streaming is None else streaming.until
 
     def _keeps_stream(self) -> bool:
         settings = self.subject.target.streaming or StreamingSpec()
