@@ -32,7 +32,7 @@ from draftworks.stream.controller import PAGE, DataFlowController
 from draftworks.stream.row_sources import ConversationSource, TaskLimits
 from draftworks.stream.tasks import PromptTask
 
-BACKLOG = 16
+BACKLOG = 4
 """Tasks that wait for a producer before more of the source is read."""
 MANY_SAMPLES = 2**31
 NO_LIMITS = TaskLimits()

@@ -21,6 +21,7 @@ from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
 HEAD, ROWS, STEPS, BATCH = 60, 110, 8, 8
+TRAINED = ("conversations", "responses", "heldout_responses", "tokenized_train", "vocab_mapping", "eagle3_draft")
 
 
 def let_arrive(site: Any, **streaming: Any) -> None:
@@ -85,3 +86,27 @@ def test_its_draft_is_a_hit_while_the_data_set_grows_and_says_that_more_has_come
     assert "streaming.until" in str(
         trained.__class__(**{**vars(trained), "target": registry.load_target("small")}).changes()
     )
+
+
+@pytest.mark.long
+def test_kills_of_a_producer_and_of_the_trainer_change_neither_order_nor_weights(finished_site, tmp_path):
+    """Until the source ends, which is read before: the steps are known then."""
+    drafts = []
+    for name, plan in (("undisturbed", {}), ("killed", {1: "produce", 5: "train", 7: "produce"})):
+        site = finished_site.copy(tmp_path / name)
+        site.write_chats(ROWS)
+        let_arrive(site, until={"source": True})
+        with killing(site, plan, rank=0):
+            run(site, asset_selection=[dg.AssetKey(each) for each in TRAINED])
+        drafts.append(read_draft(site))
+        steps = drafts[-1].summary["steps"]
+        assert drafts[-1].summary["order"] == digest_source_order(site, steps)
+        assert (
+            0
+            <= ROWS
+            - sum(drafts[-1].summary["arrived"].get(each, 0) for each in ("held_out", "duplicates"))
+            - steps * BATCH
+            < BATCH
+        )
+    assert drafts[0].data_version == drafts[1].data_version
+    assert len(drafts[1].summary["sessions"]) == 2
