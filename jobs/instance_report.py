@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from dagster._core.instance.ref import InstanceRef
 
 from draftworks.errors import DraftworksError
 from draftworks.preflight.installation.machine_probes import Line
 from draftworks.storage.words import format_count, list_names
 from draftworks.targets.registry import Registry
 from jobs.instance_problems import describe_instance_problem
+from resources.dagster_internals import InstanceRef
 from resources.dead_runs import find_run_process
 from resources.job_claims import CLAIM, JobClaim
 

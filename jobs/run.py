@@ -17,14 +17,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from resources.dagster_internals import UNUSED_GATES, create_command
 from resources.dead_runs import CODE_LOCATION, start_ahead
 
 CONSOLE = Path(__file__).with_name("console.yaml")
 LOCATION = "spec_assets.definitions"
 FAILED, MISUSED = 1, 2
 _MISSING = re.compile(r'Job ".*" not found.*Found (\[.*\])', re.DOTALL)
-UNUSED_GATES = "dagster._core.execution.plan.active"
-"""Logger that warns of every check that is skipped together with its asset, although that is normal here."""
 
 
 def main(arguments: Sequence[str] | None = None, ahead: bool = False) -> int:
@@ -44,7 +43,6 @@ def main(arguments: Sequence[str] | None = None, ahead: bool = False) -> int:
 def _execute(options: argparse.Namespace) -> int:
     import click
     import dagster as dg
-    from dagster._cli import create_dagster_cli
 
     from draftworks.errors import DraftworksError
     from jobs.instance_problems import describe_instance_problem
@@ -56,7 +54,7 @@ def _execute(options: argparse.Namespace) -> int:
         command += ["--tags", json.dumps({"dagster/partition": options.target})]
     logging.getLogger(UNUSED_GATES).setLevel(logging.ERROR)
     try:
-        create_dagster_cli().main(command, prog_name="dagster", standalone_mode=False)
+        create_command().main(command, prog_name="dagster", standalone_mode=False)
     except (click.UsageError, DraftworksError, dg.DagsterError) as error:
         reason = error.format_message() if isinstance(error, click.ClickException) else str(error)
         reason = describe_instance_problem(error) or explain_missing_job(options.job, reason) or reason

@@ -1,1 +1,1 @@
-"""What the assets use: the registry with its results, and the launchers of torchrun jobs."""
+"""Resources of the assets: the registry with its results, and the launchers of torchrun jobs."""

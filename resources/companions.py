@@ -79,7 +79,7 @@ class RunningCompanions:
         return {f"log_{each.companion.folder.name}": dg.MetadataValue.path(_locate_log(each)) for each in self._running}
 
     def watch(self) -> None:
-        """Start again what was killed, and raise the failure of the first companion for which that is no remedy."""
+        """Start killed companions again, and raise the first failure that a new start does not mend."""
         self.raise_failure()
         for index, each in enumerate(self._running):
             if self._has_ended(each):

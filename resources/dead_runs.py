@@ -21,8 +21,8 @@ from pathlib import Path
 
 import dagster as dg
 import psutil
-from dagster._core.events import EngineEventData
 
+from resources.dagster_internals import PRELOADED, EngineEventData
 from resources.job_claims import JobClaim, is_claim_alive
 from resources.process_tree import RunProcess, is_alive
 
@@ -161,18 +161,17 @@ def _find_named_processes(instance: dg.DagsterInstance, run_id: str) -> Iterator
 
 
 CODE_LOCATION = "spec_assets.code_location"
-_EXECUTOR = "dagster._core.executor.multiprocess"
-_STORAGE = "dagster._core.storage.sqlite_storage"
 
 
 def list_preloaded(module: str) -> Sequence[str]:
-    """Return what a step's process has imported from the start. Importing it would otherwise take half the time of a step
+    """Return the modules that a step's process has imported from the start. Importing it would otherwise take half
+    the time of a step
     whose result exists.
 
     Args:
         module: the one that holds the definitions, or makes them.
     """
-    return (_EXECUTOR, module, _STORAGE)
+    return (*PRELOADED, module)
 
 
 def start_ahead(module: str) -> None:

@@ -19,9 +19,8 @@ from uuid import uuid4
 from draftworks.config.launchers import LauncherSpec, parse_launcher
 from draftworks.errors import DraftworksError
 from draftworks.storage.files import publish_json, read_json
-from resources.launchers import make_scheduler
 from resources.process_tree import RunProcess
-from resources.scheduler import Scheduler, SeenJob
+from resources.scheduler import Scheduler, SeenJob, make_scheduler
 from resources.torch_job import RunDir
 
 CLAIM = "job.json"
@@ -81,7 +80,7 @@ class JobClaim:
         return replace(self, owner=owner, written=time.time())
 
     def publish(self, path: Path) -> None:
-        """Replace what is in the claim file."""
+        """Replace the claim in its file."""
         publish_json(path, self.to_json())
 
     def take(self, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What is done about the copies of a job that have died: those that were killed are started again."""
+"""Dead copies of a job: killed copies are started again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_KILLS = 10
 
 
 class CopyVerdict(NamedTuple):
-    """What has to be done about a job's copies.
+    """The actions for a job's copies.
 
     Attributes:
         restart: numbers of those to start again.
@@ -70,6 +70,6 @@ class CopyWatch:
         return CopyVerdict(tuple(restart), is_open=is_open)
 
     def _is_early(self, dead: DeadCopy) -> bool:
-        """Whether what a copy has written may not be seen yet."""
+        """Whether files of a copy may not be visible yet."""
         now = self.clock()
         return now - self._since.setdefault(dead, now) < self.files_lag_s

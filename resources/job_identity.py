@@ -1,4 +1,4 @@
-"""The identity of a job: what it makes, and from what."""
+"""The identity of a job: its output and its inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def identify_job(asset: str, partition: str, run: RunFile, path: Path, role: str
 
 
 def _list_progress_folders(run: RunFile) -> tuple[Path, ...]:
-    """Return where a program keeps what it goes on from: a training's checkpoints, answers, captured features."""
+    """Return the folders with the progress of a program: a training's checkpoints, answers, captured features."""
     if isinstance(run, TrainRun):
         return (run.checkpoints,)
     if isinstance(run, RegenerateRun):

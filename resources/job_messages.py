@@ -160,7 +160,7 @@ TAIL_LINES = 30
 
 
 class LogTail:
-    """Copies what was appended to `path` to this process's stdout, which Dagster shows as the step's compute log.
+    """Copies text that is appended to `path` to this process's stdout, which Dagster shows as the step's compute log.
 
     The job writes to the file itself, so it never waits for this process, loses nothing if this process dies, and may
     run on another machine. At most `limit_bytes` are copied, plus the last lines; the file itself stays complete.

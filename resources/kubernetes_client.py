@@ -235,7 +235,7 @@ def _load(spec: KubernetesLauncherSpec, configuration: Any) -> None:
 
 
 def _broken_files() -> tuple[type[Exception], ...]:
-    """Return what the client raises for configuration files that are missing or are something else."""
+    """Return the errors of the client for missing or broken configuration files."""
     from kubernetes.config.config_exception import ConfigException
     from yaml import YAMLError
 
@@ -264,7 +264,7 @@ def _read_listing(answer: dict[str, Any]) -> Listing:
 
 
 def _read_words(error: Any) -> str:
-    """Return the message of a refusal: that of the Status object, or the body as it is."""
+    """Return the message of a refusal: from the Status object, or else the body."""
     body = error.body.decode("utf-8", errors="replace") if isinstance(error.body, bytes) else error.body or ""
     try:
         return str(json.loads(body)["message"])

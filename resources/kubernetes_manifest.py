@@ -179,7 +179,7 @@ def _list_labels(spec: KubernetesLauncherSpec) -> dict[str, str]:
 
 
 def _list_env(spec: KubernetesLauncherSpec) -> list[dict[str, Any]]:
-    """Return what the pods get by the TrainJob: nothing of the request, and secrets by reference only."""
+    """Return the environment of the pods in the TrainJob: nothing of the request, and secrets by reference only."""
     env: list[dict[str, Any]] = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
     env += [{"name": name, "value": _escape(value)} for name, value in sorted(spec.env.items())]
     for name, reference in sorted(spec.secrets.items()):

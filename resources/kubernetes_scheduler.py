@@ -215,7 +215,7 @@ class KubernetesScheduler(Scheduler):
         return seen
 
     def _read(self, found: dict[str, Any]) -> SeenJob:
-        """Return what a TrainJob says that was just read, with its pods."""
+        """Return the job of a TrainJob that was just read, with its pods."""
         return read_state(found, self._api.list_pods(found["metadata"]["name"]).items)
 
     def _forget(self, id: str) -> None:

@@ -1,4 +1,4 @@
-"""What a TrainJob and its pods say about a job, watched as they change."""
+"""The state of a job from its TrainJob and pods, watched as they change."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_id(train_job: Object) -> str:
 
 
 def read_state(train_job: Object, pods: Iterable[Object], loss: str = "") -> SeenJob:
-    """Return what a TrainJob says with its pods.
+    """Return the state of a TrainJob with its pods.
 
     Args:
         loss: how the cluster ended a pod of this job before any other pod failed, from `describe_loss`; empty if unknown.
@@ -180,7 +180,7 @@ def _describe_queue(train_job: Object, pods: list[Object]) -> str:
 
 
 def _describe_failure(pods: list[Object]) -> str:
-    """Return what the first failed pod says: why the cluster ended it, or its container's reason and exit code."""
+    """Return the failure of the first failed pod: why the cluster ended it, or its container's reason and exit code."""
     for pod in pods:
         if loss := describe_loss(pod):
             return loss

@@ -19,8 +19,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import DraftworksError
 from draftworks.storage.words import list_fitting
 from draftworks.targets.registry import Registry
-from resources.launchers import make_scheduler
-from resources.scheduler import NAME_PREFIX, JobRequest
+from resources.scheduler import NAME_PREFIX, JobRequest, make_scheduler
 from resources.torch_job import RunDir, TorchJob
 
 _NAME = f"{NAME_PREFIX}check"
@@ -28,7 +27,7 @@ _NAME = f"{NAME_PREFIX}check"
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a program's job asks for on each node; `gpus` is 0 for one that computes on the CPU."""
+    """Needs of a program's job on each node; `gpus` is 0 for one that computes on the CPU."""
 
     processes: int = 1
     gpus: int = 0
@@ -102,7 +101,7 @@ def _find_idle_nodes(program: str, spec: LauncherSpec, target: TargetSpec) -> st
 
 
 def _ask(spec: LauncherSpec, shape: _Shape, registry: Registry) -> str | None:
-    """Return what stands against a job of this shape; None if nothing is known."""
+    """Return the objection to a job of this shape; None if none is known."""
     if spec.kind == LOCAL:
         if spec.least_nodes == 1:
             return None

@@ -1,23 +1,14 @@
-"""Makes the launcher of a kind. What a kind needs is imported when it is chosen."""
+"""Makes the launcher of a kind. The modules of a kind are imported when it is chosen."""
 
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from draftworks.config.launchers import LOCAL, LauncherSpec
-from resources.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from resources.torch_launcher import TorchLauncher
-
-SCHEDULERS: dict[str, str] = {
-    "kubernetes": "resources.kubernetes_scheduler",
-    "ray": "resources.ray_scheduler",
-    "slurm": "resources.slurm_scheduler",
-}
-"""By kind of launcher, the module whose `make_scheduler(spec)` makes its scheduler."""
 
 
 def make_launcher(spec: LauncherSpec) -> TorchLauncher:
@@ -32,12 +23,3 @@ def make_launcher(spec: LauncherSpec) -> TorchLauncher:
 
     settings = spec.model_dump(mode="json", exclude_unset=True, exclude={"programs"})
     return SchedulerLauncher(settings=json.dumps({**settings, "kind": spec.kind}))
-
-
-def make_scheduler(spec: LauncherSpec) -> Scheduler:
-    """Return the scheduler of a launcher whose jobs live in one.
-
-    Raises:
-        ConfigError: its client or extra is not installed.
-    """
-    return import_module(SCHEDULERS[spec.kind]).make_scheduler(spec)

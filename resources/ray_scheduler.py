@@ -161,7 +161,7 @@ class RayScheduler(Scheduler):
 
     @contextmanager
     def _words(self) -> Iterator[None]:
-        """Raise what the client raises as LauncherError, with Ray's own words."""
+        """Raise errors of the client as LauncherError, with Ray's own words."""
         try:
             yield
         except (LauncherError, ConfigError):
@@ -180,7 +180,7 @@ def make_scheduler(spec: RayLauncherSpec) -> RayScheduler:
 
 
 def _read_last_line(error: Exception) -> str:
-    """Return the last line of what Ray answered, which may be the traceback of its server."""
+    """Return the last line of Ray's answer, which may be the traceback of its server."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" .\n")]
     return lines[-1] if lines else type(error).__name__
 

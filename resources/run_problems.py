@@ -49,7 +49,7 @@ class RunProblems:
         return f"{others}{first} failed: {cause}"
 
     def describe_interruption(self) -> str:
-        """Return what the interrupted steps have saved, and how to continue."""
+        """Return the saved progress of interrupted steps, and how to continue."""
         saved = [f"{step}: {words}." for step, words in self._interrupted.items() if words]
         return " ".join(["interrupted.", *saved, KEPT])
 

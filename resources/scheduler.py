@@ -1,12 +1,17 @@
-"""What a launcher asks of a scheduler such as Slurm. No Dagster here, so that an implementation can be tested alone."""
+"""The interface of a scheduler such as Slurm to launchers, and the schedulers by kind.
+
+No Dagster here, so that an implementation can be tested alone.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
+from draftworks.config.launchers import LauncherSpec
 from draftworks.errors import LauncherError
 from resources.torch_job import JobState, RunDir, TorchJob
 
@@ -54,7 +59,7 @@ class DeadCopy:
 
 @dataclass(frozen=True)
 class SeenJob:
-    """What the scheduler says of a job. One of several copies has ended when all of them have.
+    """The state of a job by its scheduler. One of several copies has ended when all of them have.
 
     Attributes:
         reason: the scheduler's own words: why it waits in the queue, was refused, cannot pull its image, was pre-empted,
@@ -95,7 +100,7 @@ class Scheduler(ABC):
         """
 
     def check(self, request: JobRequest) -> None:
-        """Raise what `create` would raise for a job like this one, as far as that is known without creating one.
+        """Raise the error that `create` would raise for such a job, as far as it is known without creating one.
 
         A kind that can only tell whether it is reached leaves this as it is.
         """
@@ -127,3 +132,20 @@ class Scheduler(ABC):
     @abstractmethod
     def list(self) -> list[SeenJob]:
         """Return all jobs of Draftworks that have not ended, whoever submitted them, as far as this user may see them."""
+
+
+SCHEDULERS: dict[str, str] = {
+    "kubernetes": "resources.kubernetes_scheduler",
+    "ray": "resources.ray_scheduler",
+    "slurm": "resources.slurm_scheduler",
+}
+"""By kind of launcher, the module whose `make_scheduler(spec)` makes its scheduler."""
+
+
+def make_scheduler(spec: LauncherSpec) -> Scheduler:
+    """Return the scheduler of a launcher whose jobs live in one.
+
+    Raises:
+        ConfigError: its client or extra is not installed.
+    """
+    return import_module(SCHEDULERS[spec.kind]).make_scheduler(spec)

@@ -24,9 +24,8 @@ from resources.job_claims import CLAIM, JobClaim
 from resources.job_copies import CopyWatch
 from resources.job_failure import has_failure_message, is_interrupted, is_user_error
 from resources.job_messages import Bookmark, JobMessages, has_report
-from resources.launchers import make_scheduler
 from resources.process_tree import RunProcess
-from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
+from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob, make_scheduler
 from resources.torch_job import JobIdentity, JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import JobLimits, PreparedFiles, TorchLauncher, make_error_environment
 
@@ -220,7 +219,7 @@ class SchedulerLauncher(TorchLauncher):
         return replace(seen, state=JobState.RUNNING) if verdict.restart or verdict.is_open else seen
 
     def _settle_status(self, handle: ScheduledJob, seen: SeenJob | None) -> JobStatus:
-        """Return what became of a job that has ended, or that the scheduler does not know any more."""
+        """Return the outcome of a job that has ended, or that the scheduler does not know any more."""
         reason = "the scheduler does not know it any more" if seen is None else seen.reason
         if handle.job.copies > 1 and seen is not None and seen.state is JobState.SUCCEEDED:
             return JobStatus(JobState.SUCCEEDED, None, reason)  # copies send no report
@@ -315,7 +314,7 @@ def _may_take_over(claim: JobClaim) -> bool:
 
 
 def _list_progress(identity: JobIdentity) -> frozenset[tuple[str, int]]:
-    """Return names and sizes of the files from which a job goes on, without what says who waits for it."""
+    """Return names and sizes of the files from which a job goes on, without claims."""
     found: set[tuple[str, int]] = set()
     for folder in identity.progress:
         with suppress(OSError), os.scandir(folder) as entries:

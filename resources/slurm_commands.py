@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands, and what they print, as values."""
+"""Calls of Slurm's commands, with their output as values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SlurmRecord:
 
 @dataclass(frozen=True)
 class SlurmCommands:
-    """Slurm's commands in `folder`, or those that PATH leads to.
+    """Slurm's commands in `folder`, or on PATH.
 
     Raises:
         ConfigError: there are none.
@@ -77,7 +77,8 @@ class SlurmCommands:
         return printed.strip().split(";")[0]
 
     def test(self, options: Iterable[str]) -> None:
-        """Return if a batch script with these `#SBATCH` options would be taken, now or when what is down is back.
+        """Return if a batch script with these `#SBATCH` options would be taken, now or when nodes that are down are
+        back.
 
         Raises:
             ConfigError: Slurm would refuse it.
@@ -130,7 +131,7 @@ class SlurmCommands:
         self._run("scontrol", ["update", f"JobId={id}_{copy}", f"StartTime=now+{_REQUEUE_S}"])
 
     def _run(self, name: str, arguments: Sequence[str], env: Mapping[str, str] | None = None, text: str = "") -> str:
-        """Return what a command prints, which reads `text`."""
+        """Return the output of a command that reads `text`."""
         program = name if self.folder is None else str(Path(self.folder) / name)
         # In an allocation of another job these would be taken for options of ours.
         foreign = ("SBATCH_", "SLURM_", "SQUEUE_", "SRUN_")

@@ -44,7 +44,7 @@ _NEVER = {
 
 
 def describe_records(records: Sequence[SlurmRecord]) -> SeenJob:
-    """Return what the records of one job say.
+    """Return the state of one job from its records.
 
     An array has ended when all its elements have. It failed if one of them did; elements that someone cancelled count for
     nothing while others are left.
@@ -251,7 +251,7 @@ class SlurmScheduler(Scheduler):
         return [each for each in found if each.id == id]
 
     def _list_left(self, id: str) -> list[SlurmRecord]:
-        """Return what has not ended of a job."""
+        """Return the elements of a job that have not ended."""
         return [each for each in self._ask(id) if not is_final(each)]
 
     def _has_ended_within(self, id: str, seconds: float) -> bool:

@@ -27,7 +27,7 @@ ONLY_RANK_ENV = {
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What makes two submissions the same job, for launchers whose jobs survive the process that submitted them.
+    """Identity of a job over submissions, for launchers whose jobs survive the process that submitted them.
 
     Attributes:
         name: the job's name in the scheduler, a digest of what it makes and from what.

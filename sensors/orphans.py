@@ -15,8 +15,7 @@ from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 from resources.dead_runs import find_run_process, release_dead_runs
 from resources.job_claims import JobClaim
-from resources.launchers import make_scheduler
-from resources.scheduler import SeenJob
+from resources.scheduler import SeenJob, make_scheduler
 from resources.workspace import Workspace
 
 INTERVAL_S = 60

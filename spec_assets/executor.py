@@ -14,12 +14,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import dagster as dg
-from dagster._core.errors import DagsterUserCodeProcessError
-from dagster._core.events import EngineEventData
-from dagster._core.execution.api import ExecuteRunWithPlanIterable
-from dagster._core.execution.context_creation_job import PlanExecutionContextManager
-from dagster._core.execution.plan.execute_plan import inner_plan_execution_iterator
-from dagster._core.system_config.objects import ResolvedRunConfig
 from dagster_shared.error import SerializableErrorInfo
 
 from draftworks.config.registry_files import TargetSpec
@@ -28,6 +22,14 @@ from draftworks.preflight.services import FEATURES, PUBLISH, find_storage_proble
 from draftworks.storage.names import of_strategy
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import describe_new_strategy
+from resources.dagster_internals import (
+    DagsterUserCodeProcessError,
+    EngineEventData,
+    ExecuteRunWithPlanIterable,
+    PlanExecutionContextManager,
+    ResolvedRunConfig,
+    inner_plan_execution_iterator,
+)
 from resources.launcher_checks import find_launcher_problems
 from resources.run_problems import RunProblems
 from spec_assets.common import PROGRAM_TAG, assign_pools

@@ -6,14 +6,13 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
-from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import EnvironmentName, Spec
-from draftworks.config.service import LEAST_PROMPTS, is_loopback
-from draftworks.config.urls import parse_url, require_root
+from draftworks.config.service import LEAST_PROMPTS
+from draftworks.config.urls import parse_url, require_private, require_root
 from draftworks.storage.identity import digest
 from draftworks.storage.names import require_name
 from draftworks.storage.words import suggest, suggest_or_list
@@ -184,10 +183,7 @@ class ObservedServerSpec(Spec):
     @field_validator("url")
     @classmethod
     def _check_url(cls, value: str) -> str:
-        url = parse_url(value)
-        if urlsplit(url).scheme != "https" and not is_loopback(url):
-            raise ValueError("http is for this machine alone (127.0.0.1, localhost): use https, or a tunnel")
-        return require_root(url)
+        return require_root(require_private(parse_url(value)))
 
 
 class ObservationSpec(Spec):
@@ -289,13 +285,6 @@ class NotificationSpec(Spec):
     def wants(self, kind: str, target: str) -> bool:
         """Whether the channel is told of such an event. One that is of no target is told to all."""
         return kind in self.events and (self.targets is None or not target or target in self.targets)
-
-
-def require_private(url: str) -> str:
-    """Return an address that others on the way cannot read along; the error does not repeat it."""
-    if urlsplit(url).scheme != "https" and not is_loopback(url):
-        raise ValueError("http is for this machine alone (127.0.0.1, localhost): use https")
-    return url
 
 
 def require_distinct(channels: list[NotificationSpec]) -> list[NotificationSpec]:

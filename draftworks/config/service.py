@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Dtype, EnvironmentName, Spec
 from draftworks.config.capture import StartedServer
-from draftworks.config.urls import parse_url
+from draftworks.config.urls import parse_url, require_private
 from draftworks.storage.words import suggest_or_list
 
 LEAST_PROMPTS = 120
@@ -39,12 +37,7 @@ class HookSpec(Spec):
     @field_validator("url")
     @classmethod
     def _check_url(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        url = parse_url(value)
-        if urlsplit(url).scheme != "https" and not is_loopback(url):
-            raise ValueError("http is for this machine alone (127.0.0.1, localhost): use https")
-        return url
+        return None if value is None else require_private(parse_url(value))
 
     @model_validator(mode="after")
     def _check_one(self) -> HookSpec:
@@ -53,15 +46,6 @@ class HookSpec(Spec):
         if self.api_key_env is not None and self.url is None:
             raise ValueError("api_key_env is sent to a url: a command reads its environment by itself")
         return self
-
-
-def is_loopback(url: str) -> bool:
-    """Whether the host of an address is this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class ServiceSpec(Spec):

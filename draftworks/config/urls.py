@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from draftworks.storage.http_call import is_loopback
 from draftworks.storage.object_access import parse_object_url
 
 
@@ -51,6 +52,13 @@ def require_root(url: str) -> str:
     root, _, page = url.rpartition("/")
     if page in _PAGES and urlsplit(url).path:
         raise ValueError(f"expected the address of the server, without /{page}; did you mean {root}?")
+    return url
+
+
+def require_private(url: str) -> str:
+    """Return an address that others on the way cannot read along; the error does not repeat it."""
+    if urlsplit(url).scheme != "https" and not is_loopback(url):
+        raise ValueError("http is for this machine alone (127.0.0.1, localhost): use https, or a tunnel")
     return url
 
 

@@ -1,4 +1,4 @@
-"""The ledger of GPU-hours that trainings take which decisions start: charges, corrections, what is used of a week.
+"""The ledger of GPU-hours of trainings that decisions start: charges, corrections, the sum of a week.
 
     {var}/decisions/budget.jsonl   one event a line, see `draftworks.decision.answers`
 
@@ -18,9 +18,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from draftworks.decision.answers import EventLog
+from draftworks.decision.answers import open_log
 from draftworks.decision.record import FOLDER, Choice, Hours
 from draftworks.errors import StoreError
+from draftworks.storage.event_log import EventLog
 
 FILE = "budget.jsonl"
 WEEK_S = 7 * 24 * 3600.0
@@ -33,7 +34,7 @@ Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Outcome(StrEnum):
-    """What has become of a training that was charged."""
+    """Outcome of a charged training."""
 
     OPEN = "open"
     """It waits or works; the charge is an estimate, or what it took so far if that is more."""
@@ -71,7 +72,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a charged training has taken, in GPU-hours, and what has become of it.
+    """GPU-hours and outcome of a charged training.
 
     Attributes:
         at: when its run ended; for an open one when it was looked at.
@@ -182,7 +183,7 @@ class BudgetFile:
         return [event for event in added if isinstance(event, Charge)]
 
     def correct(self, corrections: Sequence[Correction]) -> None:
-        """Add corrections, without those that change nothing.
+        """Add the corrections that change something.
 
         Raises:
             StoreError: there is no such charge.
@@ -212,4 +213,4 @@ class BudgetFile:
 
     @property
     def _log(self) -> EventLog[Charge | Correction]:
-        return EventLog(self.path, _ADAPTER, "a ledger of GPU-hours")
+        return open_log(self.path, _ADAPTER, "a ledger of GPU-hours")

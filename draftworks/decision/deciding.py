@@ -1,4 +1,4 @@
-"""Decides about the draft in service of a target: its losses by the rule, in words, with what each choice would cost."""
+"""Decides about the draft in service of a target: its losses by the rule, in words, with the cost of each choice."""
 
 from __future__ import annotations
 

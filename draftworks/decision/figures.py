@@ -88,7 +88,7 @@ class Lineage:
         ]
 
     def read_costs(self) -> Costs:
-        """Return what the newest tune and the newest training from the start have taken."""
+        """Return the GPU-hours of the newest tune and of the newest training from the start."""
         tunes = [each for each in self.drafts if DraftIdentity.of(each).start_from is not None]
         fresh = [each for each in self.drafts if DraftIdentity.of(each).start_from is None]
         return Costs(_read_newest_cost(tunes), _read_newest_cost(fresh))
@@ -111,12 +111,12 @@ def _read_newest_cost(drafts: Sequence[Artifact]) -> float | None:
 
 
 class NotMeasuredError(DraftworksError):
-    """The draft in service is not measured on what is there now. Nothing is decided."""
+    """The draft in service is not measured on the present data and weights. Nothing is decided."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of the draft in service.
+    """Figures and costs that a decision about the draft in service rests on.
 
     Attributes:
         subject: digest of all facts that the losses come from.
@@ -356,7 +356,7 @@ def _count_measured(prompts: Sequence[PromptAcceptance]) -> int:
 
 
 def _read_settings(report: Artifact, name: str) -> list[Any]:
-    """Return what else decides the figures of a report: tokens per pass, resamples, seed."""
+    """Return the settings of a report's figures: tokens per pass, resamples, seed."""
     values = read_report(report.path / name)
     with report_file_errors(report.path / name / REPORT):
         return [values["draft_tokens"], values["resampling"]["resamples"], values["resampling"]["seed"]]

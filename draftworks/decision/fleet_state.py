@@ -29,7 +29,7 @@ from draftworks.targets.resolve import resolve_target
 
 @dataclass(frozen=True)
 class Outdated:
-    """A decision that is not about what is there now.
+    """A decision about a draft or report that is not the present one.
 
     Attributes:
         reason: in words.
@@ -106,7 +106,8 @@ class FleetReader:
         return found
 
     def plan(self, state: FleetState, now: float) -> list[Step]:
-        """Return what starts now, see `plan_actions`; nothing does for weights that were replaced since the decision."""
+        """Return the steps that start now, see `plan_actions`; none for weights that were replaced since the
+        decision."""
         digests = FileDigests(self.registry.resolve_var_folder() / "digests.json")
         decisions = {(each.target, each.strategy): each for each in state.decisions}
         looked_at: set[tuple[str, str]] = set()

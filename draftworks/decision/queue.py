@@ -1,4 +1,4 @@
-"""Which trainings that decisions call for start now, and why the others wait: one pure function of a fleet's state.
+"""Trainings that start now of all that decisions call for, and why the others wait: a pure function of a fleet's state.
 
 docs/how-to/decisions.md states the order and each comparison to the letter. Time is an argument; nothing is read here.
 """
@@ -28,7 +28,7 @@ ALLOWED = {
 
 
 class Action(StrEnum):
-    """What is done about a decision now."""
+    """The action for a decision now."""
 
     START = "start"
     WAIT = "wait"
@@ -39,7 +39,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class TargetState:
-    """What is known of a target beside its decisions.
+    """State of a target beside its decisions.
 
     Attributes:
         settings: section `decision` of its entry.
@@ -56,7 +56,7 @@ class TargetState:
 
 @dataclass(frozen=True)
 class FleetState:
-    """All that decides what starts.
+    """All inputs of the plan of starts.
 
     Attributes:
         decisions: the newest of each target and strategy.
@@ -76,7 +76,7 @@ class FleetState:
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of one decision now, and why.
+    """The action for one decision now, and why.
 
     Attributes:
         choice: what is to be done in the end: the decision's choice, or a person's.

@@ -29,7 +29,7 @@ DIGITS = 8
 
 
 class Choice(StrEnum):
-    """What is to become of the draft in service; see `draftworks.decision.rule` for their order."""
+    """The choice for the draft in service; see `draftworks.decision.rule` for their order."""
 
     KEEP = "keep"
     TUNE = "tune"
@@ -40,7 +40,7 @@ class Choice(StrEnum):
 
 
 class Reference(StrEnum):
-    """What the draft in service is compared with on an eval set."""
+    """The reference of the draft in service on an eval set."""
 
     SAME_PROMPTS = "same_prompts"
     """The figures with which the reference draft was put into service, on the same prompts; paired."""
@@ -58,7 +58,7 @@ Hours = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class EvalLoss:
-    """What the rule says of one eval set.
+    """Loss and choice of the rule on one eval set.
 
     Attributes:
         value: accepted tokens per pass of the draft in service now; `reference_value` is what it is compared with.
@@ -104,7 +104,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is decided about the draft in service of a target.
+    """A decision about the draft in service of a target.
 
     Attributes:
         draft: digest of the draft in service.
@@ -169,7 +169,7 @@ _ADAPTER = TypeAdapter(Decision)
 
 
 def save_decision(var: Path, decision: Decision) -> Decision:
-    """Write a decision as the newest one, and return the one that is then there.
+    """Write a decision as the newest one, and return the newest decision.
 
     With the subject and the choice of the newest one nothing is written, so that it keeps its number and its time.
 

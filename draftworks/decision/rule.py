@@ -37,7 +37,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class LossEvidence:
-    """What is known of the loss on one eval set.
+    """Figures of the loss on one eval set.
 
     Attributes:
         reference_draft: digest of the draft that the loss is counted from.
@@ -71,7 +71,7 @@ class LossEvidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The choice for a target, with what was found on each eval set.
+    """The choice for a target, with the loss on each eval set.
 
     Attributes:
         after_tune: digest of the tune that did not help, where the choice is `retrain`.
@@ -95,7 +95,7 @@ def decide(evidence: Sequence[LossEvidence], margins: Margins) -> Verdict:
 
 
 def judge_eval_set(evidence: LossEvidence, margins: Margins) -> EvalLoss:
-    """Return what the loss on one eval set calls for."""
+    """Return the choice for the loss on one eval set."""
     loss = evidence.loss
     if loss is None:
         choice = Choice.KEEP if evidence.is_new else Choice.UNDECIDED
@@ -182,7 +182,7 @@ def _has_few_reference_prompts(evidence: LossEvidence, margins: Margins) -> bool
 
 
 def _explain(evidence: LossEvidence, loss: Loss, choice: Choice, margins: Margins) -> str:
-    """Return what the numbers alone do not say."""
+    """Return the reason in words, where the numbers do not show it."""
     if choice is Choice.RETRAIN and loss.low <= margins.retrain:
         return f"the tune {evidence.after_tune} did not help"
     if choice is not Choice.UNDECIDED:

@@ -13,16 +13,25 @@ one for log_softmax, one for its backward and one for each probability that is a
 
 Shapes: `…` are any dimensions of rows, V is the vocabulary. Gradients of these go to the logits alone, and can be taken once.
 The logits are overwritten: their memory, which a core's cache still holds, takes the probabilities.
+
+On a GPU with Triton the losses of labels are kernels that read logits as the product wrote them, in two bytes; see
+draftworks.drafts.fused_losses.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+log = logging.getLogger(__name__)
 
 
 class LossChunk(Protocol):
@@ -169,11 +178,34 @@ def _find_blocks(logits: Tensor, count: int) -> _Blocks:
     return _Blocks(ids, logits.gather(-1, ids).masked_fill_(beyond.flatten(-2), -torch.inf))
 
 
+class LabelScores(NamedTuple):
+    """Of every row: cross-entropy of its label, and whether the label is the argmax, (…) each."""
+
+    ce: Tensor
+    hits: Tensor
+
+
 class LabelLosses(NamedTuple):
     """Of every row: cross-entropy of its label, and ½‖p - q‖₁, (…) each."""
 
     ce: Tensor
     distance: Tensor
+
+
+@dataclass(frozen=True)
+class SoftLabels:
+    """The target's distributions at n labels: softmax(logits / temperature), of logits (u, V) those at `rows` (n,) int64."""
+
+    logits: Tensor
+    rows: Tensor
+    temperature: float = 1.0
+
+    @cached_property
+    def q(self) -> Tensor:
+        """The distributions (n, V), of at least four bytes."""
+        wide = at_least_float32(self.logits)
+        scaled = wide if self.temperature == 1 else wide / self.temperature
+        return scaled.softmax(-1).index_select(0, self.rows)
 
 
 class TeacherLosses(NamedTuple):
@@ -183,6 +215,26 @@ class TeacherLosses(NamedTuple):
     overlap: Tensor | None
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def as_logits(product: Tensor) -> Tensor:
+    """Return a product (…, V) as logits for the functions below: as it is where kernels read it, else of four bytes or more."""
+    return product if kernels_work(product.device, product.dtype) else at_least_float32(product)
+
+
+def score_labels(logits: Tensor, labels: Tensor) -> LabelScores:
+    """Return how labels (n,) int64 fare under logits (n, V)."""
+    if kernels_work(logits.device, logits.dtype):
+        from draftworks.drafts.fused_losses import FusedLabels
+
+        log_probs, argmax = FusedLabels.apply(logits.contiguous(), labels[:, None])
+        return LabelScores(-log_probs[:, 0], argmax == labels)
+    hits = find_argmax(logits) == labels  # before the logits are overwritten
+    return LabelScores(cross_entropy(logits, labels), hits)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return -log p of the labels (…) int64 under logits (…, V), (…)."""
     return -log_probs_at(logits, labels[..., None])[..., 0]
@@ -190,13 +242,43 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def log_probs_at(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the log-probabilities (…, K) of some tokens (…, K) int64 under logits (…, V)."""
+    if kernels_work(logits.device, logits.dtype):
+        from draftworks.drafts.fused_losses import FusedLabels
+
+        rows = logits.reshape(-1, logits.shape[-1])
+        return FusedLabels.apply(rows, ids.reshape(-1, ids.shape[-1]))[0].view(ids.shape)
     return _LabelFunction.apply(logits, ids, None)[0]
 
 
-def compare_labels(logits: Tensor, labels: Tensor, q: Tensor) -> LabelLosses:
-    """Return the losses of labels (…) int64 and of distributions q, which broadcast to the logits (…, V)."""
-    log_probs, distance = _LabelFunction.apply(logits, labels[..., None], q)
+def compare_labels(logits: Tensor, labels: Tensor, soft: SoftLabels) -> LabelLosses:
+    """Return the losses of labels (…, n) int64 and of distributions at n labels under logits (…, n, V)."""
+    if kernels_work(logits.device, logits.dtype):
+        from draftworks.drafts.fused_losses import FusedComparison
+
+        taught = (soft.logits.contiguous(), soft.rows.expand(labels.shape).reshape(-1), 1 / soft.temperature)
+        rows = logits.reshape(-1, logits.shape[-1])
+        log_probs, distance = FusedComparison.apply(rows, labels.reshape(-1), *taught)
+        return LabelLosses(-log_probs.view(labels.shape), distance.view(labels.shape))
+    log_probs, distance = _LabelFunction.apply(logits, labels[..., None], soft.q)
     return LabelLosses(-log_probs[..., 0], distance)
+
+
+@functools.cache
+def kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether losses of labels are Triton's: on a GPU, where a probe finds torch's losses and gradients; else a warning."""
+    if device.type != "cuda" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    try:
+        from draftworks.drafts.fused_losses import equals_torch
+
+        problem = None if equals_torch(device, dtype) else "its results differ from torch's"
+    except Exception as error:  # no Triton, no compiler, no Python.h: many kinds
+        problem = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+    if problem is not None:
+        log.warning(
+            "fused losses do not work here for %s (%s): torch's read logits in four bytes, slower", dtype, problem
+        )
+    return problem is None
 
 
 def compare_teacher(logits: Tensor, q: Tensor, mass: Tensor | None = None) -> TeacherLosses:

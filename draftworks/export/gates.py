@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,18 +62,9 @@ LOGITS_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class GateResult:
-    """The outcome of one gate, by name. `figures` are JSON-able."""
+    """The outcome of one gate; `figures` are JSON-able."""
 
-    name: str
-    passed: bool
-    description: str
-    figures: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of one gate function."""
-
+    name: str = field(default="", kw_only=True)
     passed: bool
     description: str
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -122,42 +113,42 @@ def check_export(
     try:
         found = read_checkpoint(folder)
     except DraftworksError as error:
-        return (GateResult(READABLE, False, str(error)),)
+        return (GateResult(False, str(error), name=READABLE),)
     export = ExportedDraft(folder, export_format, draft, strategy, dtype, found.config, found.tensors)
-    readable = GateResult(READABLE, True, f"{len(found.tensors)} tensors and config.json", {"bytes": found.nbytes})
+    read = f"{len(found.tensors)} tensors and config.json"
+    readable = GateResult(True, read, {"bytes": found.nbytes}, name=READABLE)
     return (readable, *(run_gate(name, export) for name in GATES))
 
 
 def run_gate(name: str, export: ExportedDraft) -> GateResult:
     """Run one of `GATES`. An exception that a bad export causes is a failure of the gate."""
     try:
-        verdict = GATES[name](export)
+        return replace(GATES[name](export), name=name)
     except (DraftworksError, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         text = str(error) if isinstance(error, DraftworksError) else f"{type(error).__name__}: {error}"
-        verdict = Verdict(False, text)
-    return GateResult(name, verdict.passed, verdict.description, verdict.figures)
+        return GateResult(False, text, name=name)
 
 
-def _check_key_set(export: ExportedDraft) -> Verdict:
+def _check_key_set(export: ExportedDraft) -> GateResult:
     """Compare with the draft's own shape; whether config.json describes it is another gate's matter."""
     expected = export.export_format.list_expected_tensors(export.expected_shape)
     missing, extra = sorted(expected.keys() - export.tensors.keys()), sorted(export.tensors.keys() - expected.keys())
     if missing or extra:
-        return Verdict(False, f"missing: {list_names(missing)}; unknown to the loader: {list_names(extra)}")
-    return Verdict(True, f"exactly the {len(expected)} tensors that the loader takes", {"tensors": len(expected)})
+        return GateResult(False, f"missing: {list_names(missing)}; unknown to the loader: {list_names(extra)}")
+    return GateResult(True, f"exactly the {len(expected)} tensors that the loader takes", {"tensors": len(expected)})
 
 
-def _check_shapes(export: ExportedDraft) -> Verdict:
+def _check_shapes(export: ExportedDraft) -> GateResult:
     expected = export.export_format.list_expected_tensors(export.expected_shape)
     wrong = [
         f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}"
         for name, tensor in export.tensors.items()
         if name in expected and tuple(tensor.shape) != expected[name]
     ]
-    return Verdict(not wrong, "; ".join(wrong) or "follow from the draft's sizes")
+    return GateResult(not wrong, "; ".join(wrong) or "follow from the draft's sizes")
 
 
-def _check_tensors_equal(export: ExportedDraft) -> Verdict:
+def _check_tensors_equal(export: ExportedDraft) -> GateResult:
     """Compare all tensors with the draft's own, bit for bit and by dtype."""
     expected = export.export_format.build_tensors(export.draft)
     wrong = [
@@ -166,63 +157,63 @@ def _check_tensors_equal(export: ExportedDraft) -> Verdict:
         if name not in export.tensors or not _equal_bits(round_tensor(tensor, export.dtype), export.tensors[name])
     ]
     if wrong:
-        return Verdict(False, f"not the draft's own after re-reading: {list_names(wrong)}")
-    return Verdict(True, f"{len(expected)} tensors are the draft's own in {export.dtype}, bit for bit")
+        return GateResult(False, f"not the draft's own after re-reading: {list_names(wrong)}")
+    return GateResult(True, f"{len(expected)} tensors are the draft's own in {export.dtype}, bit for bit")
 
 
-def _check_finite(export: ExportedDraft) -> Verdict:
+def _check_finite(export: ExportedDraft) -> GateResult:
     wrong = [name for name, tensor in export.tensors.items() if not bool(torch.isfinite(tensor).all())]
     if wrong:
-        return Verdict(False, f"not finite: {list_names(wrong)}")
+        return GateResult(False, f"not finite: {list_names(wrong)}")
     largest = max(
         (float(t.abs().max()) for t in export.tensors.values() if t.is_floating_point() and t.numel()), default=0
     )
-    return Verdict(True, "all numbers are finite", {"largest": largest})
+    return GateResult(True, "all numbers are finite", {"largest": largest})
 
 
-def _check_vocabulary(export: ExportedDraft) -> Verdict:
+def _check_vocabulary(export: ExportedDraft) -> GateResult:
     shape = export.expected_shape
     if "d2t" not in export.export_format.list_expected_tensors(shape):
-        return Verdict(True, "the target's full vocabulary: no mapping")
+        return GateResult(True, "the target's full vocabulary: no mapping")
     problem = find_vocabulary_problem(export.require_tensor("d2t"), export.require_tensor("t2d"), shape.vocab_size)
     if problem:
-        return Verdict(False, problem)
-    return Verdict(
+        return GateResult(False, problem)
+    return GateResult(
         True, "d2t holds offsets that lead to the tokens of t2d", {"draft_tokens": export.require_tensor("d2t").numel()}
     )
 
 
-def _check_fc_width(export: ExportedDraft) -> Verdict:
+def _check_fc_width(export: ExportedDraft) -> GateResult:
     if "fc.weight" not in export.export_format.list_expected_tensors(export.expected_shape):
-        return Verdict(True, "a format without `fc`: nothing to fuse")
+        return GateResult(True, "a format without `fc`: nothing to fuse")
     taps, hidden = len(export.shape.taps), export.shape.hidden_size
     width = export.require_tensor("fc.weight").shape[-1]
     figures = {"taps": taps, "hidden_size": hidden, "fc_inputs": width}
-    return Verdict(width == taps * hidden, f"fc reads {width} columns; {taps} layers of {hidden}", figures)
+    return GateResult(width == taps * hidden, f"fc reads {width} columns; {taps} layers of {hidden}", figures)
 
 
-def _check_layer_ids(export: ExportedDraft) -> Verdict:
+def _check_layer_ids(export: ExportedDraft) -> GateResult:
     found, expected = ([tap.hf_index for tap in taps] for taps in (export.shape.taps, export.draft.taps))
     figures = {"hf_indices": found}
     if found == expected:
-        return Verdict(True, f"name the streams that the draft was trained on, {found} as hf_index", figures)
-    return Verdict(False, f"name the streams {found} as hf_index, the draft was trained on {expected}", figures)
+        return GateResult(True, f"name the streams that the draft was trained on, {found} as hf_index", figures)
+    return GateResult(False, f"name the streams {found} as hf_index, the draft was trained on {expected}", figures)
 
 
-def _check_config(export: ExportedDraft) -> Verdict:
+def _check_config(export: ExportedDraft) -> GateResult:
     """Compare what the format reads in config.json, and every key: some choose a class or a mode of servers only."""
     written = json.loads(json.dumps(export.export_format.build_config(export.draft, export.dtype)))
     found = {key: value for key, value in export.config.items() if key != PROVENANCE}
     wrong = export.expected_shape.describe_differences(export.shape) or describe_changes(written, found)
-    return Verdict(not wrong, "; ".join(wrong) or "config.json describes the draft: sizes, norms, rope and options")
+    return GateResult(not wrong, "; ".join(wrong) or "config.json describes the draft: sizes, norms, rope and options")
 
 
-def _check_server_config(export: ExportedDraft) -> Verdict:
+def _check_server_config(export: ExportedDraft) -> GateResult:
     built = build_server_configs(export.config)
-    return Verdict(True, "; ".join(f"{library}: {text}" for library, text in built.items()), built)
+    return GateResult(True, "; ".join(f"{library}: {text}" for library, text in built.items()), built)
 
 
-def _check_same_logits(export: ExportedDraft) -> Verdict:
+def _check_same_logits(export: ExportedDraft) -> GateResult:
     found = compare_with_reader(export.folder, export.export_format.name, export.draft, export.strategy, export.dtype)
     description = (
         f"an independent reader of the files and the draft differ by {found.largest:.1e} at most in {found.compared:,} "
@@ -231,10 +222,10 @@ def _check_same_logits(export: ExportedDraft) -> Verdict:
     figures = {"compared": found.compared, "contexts": list(found.contexts)}
     if math.isfinite(found.largest):  # JSON has no other numbers
         figures |= {"largest_difference": found.largest, "relative_difference": found.relative}
-    return Verdict(found.relative <= LOGITS_TOLERANCE, description, figures)
+    return GateResult(found.relative <= LOGITS_TOLERANCE, description, figures)
 
 
-GATES: dict[str, Callable[[ExportedDraft], Verdict]] = {
+GATES: dict[str, Callable[[ExportedDraft], GateResult]] = {
     "key_set": _check_key_set,
     "shapes": _check_shapes,
     "tensors_equal": _check_tensors_equal,

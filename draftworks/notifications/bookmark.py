@@ -1,4 +1,4 @@
-"""How far what happened was looked through, so that a tick reads what is new and nothing that was told long ago."""
+"""The newest records and runs that a tick has looked through, so that the next one reads only newer ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from draftworks.errors import StoreError
-from draftworks.notifications.outbox import FOLDER, MAX_BYTES
+from draftworks.notifications.outbox import FOLDER
 from draftworks.storage.files import publish_json, read_json
 
 FILE = ".looked_through.json"
@@ -22,7 +22,7 @@ class SeenRecords:
 
 @dataclass
 class Bookmark:
-    """What was looked through. It is saved after the events that were found are in the outboxes.
+    """The newest records and runs looked through; saved once their events are in the outboxes.
 
     Attributes:
         service, decisions: by `target/strategy`.
@@ -46,7 +46,7 @@ def find_bookmark(var: Path) -> Bookmark | None:
     """Return the bookmark; None before the first look. Raises StoreError if it is damaged."""
     path = var / FOLDER / FILE
     try:
-        values = read_json(path, MAX_BYTES)
+        values = read_json(path)
         seen = {
             name: {
                 key: SeenRecords(int(each["number"]), [int(n) for n in each["stamp"]])

@@ -1,4 +1,4 @@
-"""The channels of a deployment: keep events for all of them, write and send what is due."""
+"""The channels of a deployment: keep events for all of them, write and send messages that are due."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from draftworks.config.operations import NotificationSpec, require_private
+from draftworks.config.operations import NotificationSpec
+from draftworks.config.urls import require_private
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.notifications.outbox import MAX_EVENTS, TEST, Event, Message, Outbox
 from draftworks.service.json_post import Posted, post_json
@@ -43,7 +44,7 @@ def build_webhook_body(key: str, events: Sequence[Event]) -> bytes:
 
 
 def build_text(events: Sequence[Event], format_link: Any, escape: Any) -> str:
-    """Return what people read: one event in full, or several as a line each with their numbers by kind."""
+    """Return a message for people: one event in full, or several as a line each with their numbers by kind."""
     if len(events) == 1:
         (event,) = events
         parts = [_format_line(event, escape), escape(event.text), "" if event.link is None else format_link(event.link)]
@@ -78,7 +79,7 @@ Post = Callable[[str, bytes, Mapping[str, str], float, str], Posted]
 
 @dataclass(frozen=True)
 class Address:
-    """Where a channel's messages go, and with what headers. It may contain a token, and is never shown."""
+    """Address and headers of a channel's messages. It may contain a token, and is never shown."""
 
     url: str
     headers: Mapping[str, str]
@@ -118,7 +119,7 @@ def _read_variable(spec: NotificationSpec, key: str, name: str, environment: Map
 def deliver(
     box: Outbox, spec: NotificationSpec, now: Callable[[], float], deadline: float, post: Post = post_json
 ) -> list[str]:
-    """Send what is due, and return what happened in words. The caller holds the outbox's lock.
+    """Send the messages that are due, and return the outcomes in words. The caller holds the outbox's lock.
 
     At most `max_messages` are sent in `window_s`; where more events wait than that leaves, they go into one message.
 
@@ -145,7 +146,7 @@ def deliver(
 
 @dataclass(frozen=True)
 class _Said:
-    """What came of an attempt; `told` is whether the next message may follow."""
+    """The outcome of an attempt; `told` is whether the next message may follow."""
 
     told: bool
     words: list[str]
@@ -172,12 +173,12 @@ def _attempt(
     attempts = message.attempts + 1
     refused = posted.status in REFUSED_STATUSES and attempts >= REFUSALS
     if refused or now() - message.began > GIVE_UP_S:
-        box.record_refused(message)
+        box.record_refused(message, now())
         lost, tried = format_count(count, "event"), format_count(attempts, "attempt")
         return _Said(True, [f"{spec.channel}: given up: {lost} after {tried}: {problem}"])
     pause_s = posted.retry_after_s or FIRST_PAUSE_S * 2 ** min(attempts - 1, 12)
     later = now() + min(pause_s, LONGEST_PAUSE_S)
-    box.save(replace(message, attempts=attempts, not_before=later, problem=problem))
+    box.record_failed(replace(message, attempts=attempts, not_before=later, problem=problem))
     return _Said(False, [f"{spec.channel}: attempt {attempts} failed: {problem}"])
 
 
@@ -214,13 +215,10 @@ class Channels:
 
     def add(self, events: Sequence[Event]) -> int:
         """Keep events for the channels that want them; return how many were new to one."""
-        new = [
-            each.id
-            for each in events
-            for spec, box in self._boxes
-            if spec.wants(each.kind, each.target) and box.add(each)
-        ]
-        return len(set(new))
+        new: set[str] = set()
+        for spec, box in self._boxes:
+            new |= {each.id for each in box.add([each for each in events if spec.wants(each.kind, each.target)])}
+        return len(new)
 
     def send(
         self,
@@ -229,7 +227,10 @@ class Channels:
         now: Callable[[], float] = time.time,
         post: Post = post_json,
     ) -> list[str]:
-        """Send what is due, in all at most about `limit_s`; return what happened in words. A problem is a warning."""
+        """Send the messages that are due, in all at most about `limit_s`; return the outcomes in words.
+
+        A problem is a warning.
+        """
         words: list[str] = []
         for spec, box in self._boxes:
             deadline = now() + limit_s / len(self._boxes)

@@ -1,24 +1,17 @@
-"""Events, and those that a channel is still to be told of; durable, whole after a kill at any moment.
+"""Events, and a channel's log of events to tell; durable, whole after a kill at any moment.
 
-    {var}/notifications/{channel}/pending/{id}.json   an event that is to be told
-    {var}/notifications/{channel}/sent/{id}.json      one that was told
-    {var}/notifications/{channel}/refused/{id}.json   one that the server does not take
-    {var}/notifications/{channel}/message.json        the message that is being sent: its events, attempts, next time
-    {var}/notifications/{channel}/recent.json         when the last messages were sent
-    {var}/notifications/{channel}/.lock/              the lease of the process that sends
+    {var}/notifications/{channel}/outbox.jsonl   the channel's events and messages, see `Outbox`
+    {var}/notifications/{channel}/.lock/         the lease of the process that sends
 
-A message is written down before it is sent, and marked as told by one rename afterwards. A process that is killed between
+A message is written down before it is sent, and marked as told by one line afterwards. A process that is killed between
 the two sends the same message again, with the same key; otherwise every event is told exactly once.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +19,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from draftworks.errors import StoreError
-from draftworks.storage.files import publish_json, read_json
+from draftworks.storage.event_log import append_lines, read_lines, write_lines
+from draftworks.storage.files import parse_json, read_json, remove
 from draftworks.storage.identity import digest
 from draftworks.storage.names import require_name
 
@@ -101,9 +95,7 @@ def _cut(text: str, most: int) -> str:
 
 
 FOLDER = "notifications"
-PENDING, SENT, REFUSED = "pending", "sent", "refused"
-MESSAGE, RECENT, LOCK = "message.json", "recent.json", ".lock"
-MAX_BYTES = 1 << 25
+LOG, LOCK = "outbox.jsonl", ".lock"
 MAX_EVENTS = 1000
 """Events of one message."""
 SENT_DAYS = 30.0
@@ -119,7 +111,6 @@ class Message:
         attempts: that failed.
         not_before: Unix time of the next attempt.
         began: Unix time at which it was made.
-        told: whether it has arrived.
         problem: why the last attempt failed.
     """
 
@@ -127,7 +118,6 @@ class Message:
     attempts: int = 0
     not_before: float = 0.0
     began: float = 0.0
-    told: bool = False
     problem: str = ""
 
     @property
@@ -136,9 +126,47 @@ class Message:
         return digest(sorted(each.id for each in self.events))
 
 
+@dataclass
+class _Contents:
+    """The state of an outbox after its lines. `ended` are the lines of messages that were told or refused."""
+
+    pending: dict[str, Event] = field(default_factory=dict)
+    message: Message | None = None
+    ended: list[dict[str, Any]] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+
+    def apply(self, line: dict[str, Any], where: str) -> None:
+        """Apply one more line. Raises an error of any kind for a damaged one."""
+        if "add" in line:
+            event = Event.from_json(line["add"], where)
+            self.pending[event.id] = event
+            self.known.add(event.id)
+        elif "begin" in line:
+            self.message = Message(tuple(self.pending[each] for each in line["begin"]), began=float(line["at"]))
+        elif "failed" in line and self.message is not None:
+            later, problem = float(line["at"]), str(line["problem"])
+            self.message = replace(self.message, attempts=int(line["failed"]), not_before=later, problem=problem)
+        else:
+            ids = line["told"] if "told" in line else [each["id"] for each in line["refused"]]
+            self.known.update(ids)
+            self.ended.append({**line, "at": float(line["at"])})
+            self.message = None
+            for each in ids:
+                self.pending.pop(each, None)
+
+
 @dataclass(frozen=True)
 class Outbox:
-    """The outbox of one channel. Whoever writes holds its lock."""
+    """The outbox of one channel. Whoever writes holds its lock.
+
+    A line of its log has one of these keys, and `at`, a Unix time, beside it:
+
+        add       an event that is to be told
+        begin     ids of the events of the message that is sent next
+        failed    attempts of that message so far, with the time of the next one, and why the last one failed
+        told      ids of its events: it has arrived
+        refused   its events: the server does not take them
+    """
 
     var: Path
     channel: str
@@ -148,96 +176,98 @@ class Outbox:
         return self.var / FOLDER / require_name(self.channel)
 
     @property
+    def path(self) -> Path:
+        return self.folder / LOG
+
+    @property
     def lock(self) -> Path:
         """The lock's folder, whose parent is made."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / LOCK
 
-    def add(self, event: Event) -> bool:
-        """Keep an event to be told; False if it is known already."""
-        name = f"{event.id}.json"
-        if any((self.folder / kind / name).exists() for kind in (SENT, PENDING, REFUSED)):
-            return False
-        self._make(PENDING)
-        publish_json(self.folder / PENDING / name, event.to_json())
-        return True
+    def add(self, events: Sequence[Event]) -> list[Event]:
+        """Keep events to be told; return the new ones."""
+        known = self._load().known
+        new = [each for each in {each.id: each for each in events}.values() if each.id not in known]
+        self._append([{"add": each.to_json()} for each in new])
+        return new
 
     def list_pending(self) -> list[Event]:
         """Return the events that are to be told, oldest first. Raises StoreError for a damaged file."""
         # Those of one second in the order in which they were found.
-        paths = sorted(
-            (self.folder / PENDING).glob("[!.]*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name)
-        )
-        return sorted((Event.from_json(_read(path), str(path)) for path in paths), key=lambda each: each.when)
-
-    def count_pending(self) -> int:
-        return sum(1 for _ in (self.folder / PENDING).glob("[!.]*.json"))
+        return sorted(self._load().pending.values(), key=lambda each: each.when)
 
     def begin(self, events: Sequence[Event], now: float) -> Message:
         """Write down the message that is sent next."""
         message = Message(tuple(events[:MAX_EVENTS]), began=now)
-        self.save(message)
+        self._append([{"begin": [each.id for each in message.events], "at": now}])
         return message
-
-    def save(self, message: Message) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        publish_json(self.folder / MESSAGE, asdict(message))
 
     def find_message(self) -> Message | None:
-        """Return the message on its way; None if there is none. One that has arrived is put away first."""
-        path = self.folder / MESSAGE
-        try:
-            values = read_json(path, MAX_BYTES)
-            events = tuple(Event.from_json(each, str(path)) for each in values.pop("events"))
-            message = Message(events, **values)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise StoreError(f"{path}: cannot be read as a message ({error}). Remove the file") from None
-        if message.told:
-            self._put_away(message, SENT)
-            return None
-        return message
+        """Return the message on its way; None if there is none. Raises StoreError for a damaged file."""
+        return self._load().message
+
+    def record_failed(self, message: Message) -> None:
+        """Write down how often a message has failed, and when it is sent again."""
+        self._append([{"failed": message.attempts, "at": message.not_before, "problem": message.problem}])
 
     def record_told(self, message: Message, now: float) -> None:
-        """Record that a message has arrived; from the first rename on it is never sent again."""
-        self.save(replace(message, told=True))
-        publish_json(self.folder / RECENT, [*self.list_recent(0.0)[-99:], now])
-        self._put_away(message, SENT)
+        """Record that a message has arrived; from then on it is never sent again."""
+        self._append([{"told": [each.id for each in message.events], "at": now}])
 
-    def record_refused(self, message: Message) -> None:
+    def record_refused(self, message: Message, now: float) -> None:
         """Put a message away that the server does not take."""
-        self._put_away(message, REFUSED)
+        self._append([{"refused": [each.to_json() for each in message.events], "at": now}])
 
     def list_recent(self, since: float) -> list[float]:
         """Return when messages were sent since a Unix time."""
-        try:
-            return [float(each) for each in read_json(self.folder / RECENT, MAX_BYTES) if float(each) > since]
-        except (OSError, ValueError, TypeError):
-            return []  # a lost one costs a message more than wanted
+        return [line["at"] for line in self._load().ended if "told" in line and line["at"] > since]
 
     def forget_sent(self, now: float) -> None:
-        """Remove what was told long ago."""
-        for path in (self.folder / SENT).glob("*.json"):
-            with suppress(FileNotFoundError):
-                if now - path.stat().st_mtime > SENT_DAYS * 86400:
-                    path.unlink()
+        """Remove events that were told long ago, while no message is on its way."""
+        found = self._load()
+        kept = [line for line in found.ended if "refused" in line or now - line["at"] <= SENT_DAYS * 86400]
+        if found.message is None and len(kept) < len(found.ended):
+            self._replace([*kept, *({"add": each.to_json()} for each in found.pending.values())])
 
-    def _put_away(self, message: Message, kind: str) -> None:
-        self._make(kind)
-        for each in message.events:
-            name = f"{each.id}.json"
-            with suppress(FileNotFoundError):  # put away before a kill
-                os.utime(self.folder / PENDING / name, (time.time(), time.time()))
-                os.replace(self.folder / PENDING / name, self.folder / kind / name)
-        (self.folder / MESSAGE).unlink(missing_ok=True)
+    def _append(self, lines: Sequence[dict[str, Any]]) -> None:
+        if not self.path.exists():
+            self._replace([*_list_old(self.folder), *lines])
+        elif lines:
+            append_lines(self.path, map(_format, lines))
 
-    def _make(self, kind: str) -> None:
-        (self.folder / kind).mkdir(parents=True, exist_ok=True)
+    def _replace(self, lines: Sequence[dict[str, Any]]) -> None:
+        write_lines(self.path, map(_format, lines))
+        for kind in _OLD:
+            remove(self.folder / kind)
+
+    def _load(self) -> _Contents:
+        found = _Contents()
+        try:
+            if self.path.exists():
+                lines = [parse_json(line.content) for line in read_lines(self.path)]
+            else:
+                lines = _list_old(self.folder)
+            for line in lines:
+                found.apply(line, str(self.path))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StoreError(
+                f"{self.path}: cannot be read as what a channel is to be told ({error!r}). Remove the line, or the file"
+            ) from None
+        return found
 
 
-def _read(path: Path) -> Any:
-    try:
-        return read_json(path, MAX_BYTES)
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path}: cannot be read as an event ({error}). Remove the file") from None
+_OLD = ("pending", "sent", "refused", "message.json", "recent.json")
+
+
+def _list_old(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines for the files of an earlier version, one for each event. A message on its way is sent anew."""
+    for kind in ("sent", "refused"):
+        for path in (folder / kind).glob("[!.]*.json"):
+            yield {"told": [path.stem], "at": path.stat().st_mtime}
+    for path in sorted((folder / "pending").glob("[!.]*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
+        yield {"add": read_json(path)}
+
+
+def _format(line: dict[str, Any]) -> bytes:
+    return json.dumps(line).encode()

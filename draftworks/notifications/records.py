@@ -33,7 +33,7 @@ class NumberedEvents(NamedTuple):
 def find_service_events(
     var: Path, seen: dict[str, SeenRecords], warn: Callable[[str], None], quiet: bool
 ) -> list[Event]:
-    """Return what was put into service and taken back since the last look, and bring `seen` up to date.
+    """Return promotions and rollbacks since the last look, and bring `seen` up to date.
 
     Args:
         quiet: for the first look: `seen` is brought up to date, and nothing is told.
@@ -44,7 +44,7 @@ def find_service_events(
 def find_decision_events(
     var: Path, seen: dict[str, SeenRecords], warn: Callable[[str], None], quiet: bool
 ) -> list[Event]:
-    """Return what was decided since the last look, and bring `seen` up to date."""
+    """Return decisions since the last look, and bring `seen` up to date."""
     return _find(var / DECISIONS, DECISION, seen, warn, quiet, lambda *name: _read_decisions(var, *name))
 
 
@@ -117,7 +117,7 @@ def _read_decisions(var: Path, target: str, strategy: str, after: int) -> Number
 
 
 def _is_new(number: int, after: int, newest: int) -> bool:
-    """Whether a record was not seen; where they begin anew, as their folder was removed meanwhile, none was."""
+    """Whether a record is new; all are where numbers begin anew, as their folder was removed meanwhile."""
     return number > after or newest < after
 
 
@@ -183,7 +183,7 @@ class RunEvents(Protocol):
 
 
 def keep_new_events(var: Path, channels: Channels, runs: RunEvents, warn: Callable[[str], None]) -> int | None:
-    """Keep what has happened since the last look for the channels; return the number of events.
+    """Keep the events since the last look for the channels; return their number.
 
     The first look only marks where it begins, and returns None. Events are kept before the mark moves: a process that is
     killed between the two finds them again, and the outboxes know those that they have.

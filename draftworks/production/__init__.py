@@ -1,1 +1,1 @@
-"""What servers in production accept of their drafts: counters, a series per server, and its comparison. Torch-free."""
+"""Acceptance of drafts on servers in production: counters, a series per server, and its comparison. Torch-free."""

@@ -1,4 +1,7 @@
-"""Reads the servers of a target at the same time, each into its own series. One that fails does not stop the others."""
+"""Reads the servers of a target at the same time, each into its own series.
+
+A server that fails does not stop the others.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from draftworks.production.scrape import Address, Scrape
 from draftworks.production.sglang_scrape import scrape_sglang
 from draftworks.production.vllm_scrape import scrape_vllm
 from draftworks.service.register import InService, ServedDraft, ServiceRegister
-from draftworks.storage.file_lock import hold_lock
-from draftworks.storage.files import parse_json, publish_file, read_bytes
+from draftworks.storage.event_log import EventLog
+from draftworks.storage.files import parse_json
 from draftworks.storage.names import require_name
 
 FOLDER, SERIES, LOCK = "observed", "series.jsonl", ".lock"
@@ -32,7 +35,7 @@ CLOCK_TOLERANCE_S = 300.0
 
 @dataclass(frozen=True)
 class ServerSeries:
-    """What was read from one server, oldest first.
+    """The readings of one server, oldest first.
 
     Attributes:
         var: folder of all results.
@@ -58,26 +61,7 @@ class ServerSeries:
         Raises:
             StoreError: the file is damaged, or of another server.
         """
-        try:
-            content = read_bytes(self.file, MAX_BYTES)
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{self.file}: cannot be read as the series of a server: {error}") from None
-        lines = content.split(b"\n")[:-1]  # what follows the last line end was not finished
-        found = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                values = parse_json(line)
-                if number == 1:
-                    self._require_header(values)
-                else:
-                    found.append(Reading.from_json(values))
-            except (ValueError, StoreError) as error:
-                raise StoreError(
-                    f"{self.file}, line {number}: {error}. Move the file away to begin a new series"
-                ) from None
-        return found
+        return self._log.read()
 
     def append(self, take: Callable[[list[Reading]], Reading]) -> list[Reading]:
         """Add a reading to the series, and return all readings.
@@ -89,63 +73,38 @@ class ServerSeries:
         Raises:
             StoreError: the clock of this machine is far behind that of the last reading, or the file is damaged.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        busy = f"another process reads the server {self.server} of {self.target}: waiting"
-        with hold_lock(self.folder / LOCK, busy) as lease:
-            readings = self.read()
-            taken = take(readings)
-            if readings and taken.time < readings[-1].time - CLOCK_TOLERANCE_S:
+        readings: list[Reading] = []
+
+        def make(before: list[Reading]) -> list[Reading]:
+            taken = take(before)
+            if before and taken.time < before[-1].time - CLOCK_TOLERANCE_S:
                 raise StoreError(
-                    f"server {self.server}: the clock of this machine is {readings[-1].time - taken.time:,.0f} s behind the "
+                    f"server {self.server}: the clock of this machine is {before[-1].time - taken.time:,.0f} s behind the "
                     "last reading. Nothing is recorded"
                 )
-            readings.append(taken)
-            lease.confirm()
-            kept = readings if len(readings) <= self.most else thin(readings, self.most - self.most // 4)
-            if len(kept) < len(readings) or len(kept) == 1:  # a new file has a header
-                self._rewrite(kept)
-            else:
-                self._append_line(taken)
-            return kept
+            return [taken]
 
-    def _append_line(self, reading: Reading) -> None:
-        handle = os.open(self.file, os.O_RDWR)
-        try:
-            end = _find_last_line_end(handle)
-            os.ftruncate(handle, end)
-            os.pwrite(handle, _format_line(reading), end)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        def shorten(every: list[Reading]) -> list[Reading]:
+            readings[:] = every if len(every) <= self.most else thin(every, self.most - self.most // 4)
+            return readings
 
-    def _rewrite(self, readings: list[Reading]) -> None:
-        for leftover in self.folder.glob(f".{SERIES}.*.tmp"):
-            leftover.unlink(missing_ok=True)
+        busy = f"another process reads the server {self.server} of {self.target}: waiting"
+        self._log.append(make, busy, shorten)
+        return readings
+
+    @property
+    def _log(self) -> EventLog[Reading]:
         header = {"schema": SCHEMA_VERSION, "target": self.target, "server": self.server}
-        with publish_file(self.file) as staging:
-            staging.write_bytes(json.dumps(header).encode() + b"\n" + b"".join(map(_format_line, readings)))
-
-    def _require_header(self, values: object) -> None:
-        expected = {"schema": SCHEMA_VERSION, "target": self.target, "server": self.server}
-        if values != expected:
-            raise StoreError(f"expected the header {json.dumps(expected)}")
-
-
-def _format_line(reading: Reading) -> bytes:
-    return json.dumps(reading.to_json(), separators=(",", ":"), allow_nan=False).encode() + b"\n"
-
-
-def _find_last_line_end(handle: int) -> int:
-    """Return the offset after the last line end of a file, looking from its end."""
-    size, block = os.fstat(handle).st_size, 1 << 16
-    end = size
-    while end > 0:
-        begin = max(0, end - block)
-        found = os.pread(handle, end - begin, begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
-        end = begin
-    return 0
+        return EventLog(
+            self.file,
+            lambda line: Reading.from_json(parse_json(line)),
+            lambda reading: json.dumps(reading.to_json(), separators=(",", ":"), allow_nan=False).encode(),
+            "the series of a server",
+            remedy="Move the file away to begin a new series",
+            header=header,
+            lock=self.folder / LOCK,
+            max_bytes=MAX_BYTES,
+        )
 
 
 AT_ONCE = 16
@@ -156,7 +115,7 @@ ADAPTERS: Mapping[str, Callable[[Address, Collection[str]], Scrape]] = {"sglang"
 
 @dataclass(frozen=True)
 class Observation:
-    """What has come of reading one server.
+    """The outcome of reading one server.
 
     Attributes:
         readings: its series, the new reading last; the series as it was if reading it failed.
@@ -199,7 +158,7 @@ class Observer:
         return cls(var, target, (target.model, *path))
 
     def observe(self, strategy: str | None = None) -> list[Observation]:
-        """Read all servers, or those of one strategy, and return what has come of each, in the entry's order."""
+        """Read all servers, or those of one strategy, and return the outcomes in the entry's order."""
         servers = self.list_servers(strategy)
         with ThreadPoolExecutor(max_workers=min(AT_ONCE, len(servers)) or 1) as pool:
             return list(pool.map(self._observe_server, servers))

@@ -22,7 +22,8 @@ from draftworks.evaluation.ladder.statistics import (
     Resampling,
     find_block_interval,
 )
-from draftworks.production.scrape import PASSES, count_accepted
+from draftworks.production.scrape import count_accepted
+from draftworks.sglang.counters import PASSES
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Window:
-    """What a server counted between two readings.
+    """The counts of a server between two readings.
 
     Attributes:
         begin, end: seconds since the epoch.
@@ -156,7 +157,7 @@ class WindowAcceptance:
 
 @dataclass(frozen=True)
 class WindowDifference:
-    """Accepted tokens per pass of some windows minus those of others; no interval where one of them has none."""
+    """Accepted tokens per pass of one set of windows minus another; no interval where either has none."""
 
     value: float
     interval: Interval | None
@@ -179,7 +180,8 @@ def estimate_acceptance(windows: Sequence[Window], resampling: Resampling = DEFA
 def compare_acceptance(
     now: Sequence[Window], before: Sequence[Window], resampling: Resampling = DEFAULT_RESAMPLING
 ) -> WindowDifference | None:
-    """Return what is accepted in `now` minus `before`, which share no window; None if one of them has no pass."""
+    """Return accepted tokens per pass in `now` minus `before`, which share no window; None if one of them has no
+    pass."""
     counts = [_count(windows) for windows in (now, before)]
     totals = [each.sum(axis=0) for each in counts]
     if not all(total[0] for total in totals):

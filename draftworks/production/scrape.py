@@ -1,27 +1,24 @@
-"""One reading of a server's counters of speculative decoding: fetched, parsed, and what every kind has in common."""
+"""One reading of a server's counters of speculative decoding: its pages, and the counts that every kind of server
+has."""
 
 from __future__ import annotations
 
-import math
-import re
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftworks.config.service import is_loopback
 from draftworks.errors import EngineError
+from draftworks.sglang.counters import ACCEPTED, PASSES, REQUESTS, TOKENS, Metrics, ServerCounters, parse_metrics
 from draftworks.storage.files import parse_json
+from draftworks.storage.http_call import HttpClient
 from draftworks.storage.words import list_names
 
-PASSES, ACCEPTED, PROPOSED = "passes", "accepted", "proposed"
-TOKENS, REQUESTS = "tokens", "requests"
 POSITION = "position_"
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """What one server said.
+    """The answer of one server.
 
     Attributes:
         version: of the server's software; None if it does not say.
@@ -72,116 +69,9 @@ def require_model(found: Sequence[str | None], expected: Collection[str]) -> Non
         )
 
 
-def require_one_model(labels: Sequence[str]) -> None:
-    """Raise EngineError if the counters of a scrape are of several models."""
-    if len(labels) > 1:
-        raise EngineError(
-            f"has counters of several models ({list_names(labels)}): is it a router? Give the address of one server"
-        )
-
-
-_LABEL = r'[A-Za-z_]\w*="(?:[^"\\]|\\.)*"'
-_LINE = re.compile(
-    r"(?P<name>[A-Za-z_:][\w:]*)"
-    rf"(?:\{{(?P<labels>(?:{_LABEL}(?:,{_LABEL})*,?)?)\}})?"
-    r"[ \t]+(?P<value>[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|Inf|NaN))"
-    r"(?:[ \t]+[+-]?\d+)?[ \t]*",
-    re.ASCII,
-)
-_PAIR = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"', re.ASCII)
-_ESCAPE = re.compile(r"\\(.)")
-_SHOWN = 60
-MODEL_LABEL = "model_name"
-
-
-@dataclass(frozen=True)
-class MetricSample:
-    """One line of a scrape."""
-
-    labels: Mapping[str, str]
-    value: float
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """The wanted metrics of one scrape, by name; a metric that the scrape does not have is not a key.
-
-    Attributes:
-        prefixed: whether any metric has the prefix that was asked for, wanted or not.
-    """
-
-    samples: Mapping[str, tuple[MetricSample, ...]]
-    prefixed: bool
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.samples
-
-    def read_counter(self, name: str) -> int:
-        """Return the sum of a counter over its labels, such as the ranks of a server.
-
-        Raises:
-            EngineError: the scrape lacks it, or a sample is no whole number of 0 or more, such as NaN.
-        """
-        if name not in self.samples:
-            raise EngineError(f"expected the counter {name}, found none")
-        return sum(_require_count(name, sample.value) for sample in self.samples[name])
-
-    def read_counter_by(self, name: str, label: str) -> dict[str, int]:
-        """Return the sums of a counter for each value of a label. Raises EngineError as `read_counter`."""
-        found: dict[str, int] = {}
-        for sample in self.samples.get(name, ()):
-            key = sample.labels.get(label, "")
-            found[key] = found.get(key, 0) + _require_count(name, sample.value)
-        return found
-
-    def read_gauge(self, name: str) -> float | None:
-        """Return the mean of a gauge over its labels, without samples that are not finite; None if there is none."""
-        values = [each.value for each in self.samples.get(name, ()) if math.isfinite(each.value)]
-        return sum(values) / len(values) if values else None
-
-    def list_models(self) -> list[str]:
-        """Return the different values of the label `model_name`, sorted."""
-        every = (sample.labels.get(MODEL_LABEL) for samples in self.samples.values() for sample in samples)
-        return sorted({name for name in every if name is not None})
-
-
-def parse_metrics(text: str, wanted: Collection[str], prefix: str = "") -> Metrics:
-    """Parse a scrape and keep the samples of the wanted metrics.
-
-    Raises:
-        EngineError: a line is neither a comment nor a sample.
-    """
-    found: dict[str, list[MetricSample]] = {}
-    prefixed = False
-    for number, line in enumerate(text.split("\n"), start=1):
-        line = line.removesuffix("\r")
-        if not line or line.isspace() or line.startswith("#"):
-            continue
-        matched = _LINE.fullmatch(line)
-        if matched is None:
-            raise EngineError(f"not Prometheus' text format: line {number}: {line[:_SHOWN]!r}")
-        name = matched["name"]
-        prefixed = prefixed or name.startswith(prefix)
-        if name in wanted:
-            labels = {key: _unescape(value) for key, value in _PAIR.findall(matched["labels"] or "")}
-            found.setdefault(name, []).append(MetricSample(labels, float(matched["value"])))
-    return Metrics({name: tuple(samples) for name, samples in found.items()}, prefixed)
-
-
-def _require_count(name: str, value: float) -> int:
-    if not math.isfinite(value) or value < 0 or value != int(value) or value > 2**53:
-        raise EngineError(f"the counter {name} is {value:g}: expected a whole number of 0 or more")
-    return int(value)
-
-
-def _unescape(value: str) -> str:
-    return _ESCAPE.sub(lambda found: "\n" if found[1] == "n" else found[1], value)
-
-
 MAX_METRICS_BYTES = 8 << 20
 MAX_JSON_BYTES = 2 << 20
-NOT_FOUND = 404
-_SHOWN_CHARACTERS = 200
+OK, NOT_FOUND = 200, 404
 
 
 @dataclass(frozen=True)
@@ -203,41 +93,36 @@ class Address:
             EngineError: no answer, none within the time limit, a status other than 200, more than `max_bytes`, or not
                 UTF-8.
         """
-        import httpx
-
-        url = f"{self.url}{path}"
-        headers = {"Accept": "text/plain, application/json", "Accept-Encoding": "identity"}
+        headers = {"Accept": "text/plain, application/json"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
-        deadline, body = time.monotonic() + self.timeout_s, bytearray()
-        try:
-            with (
-                httpx.Client(timeout=self.timeout_s, trust_env=not is_loopback(url), follow_redirects=False) as client,
-                client.stream("GET", url, headers=headers) as response,
-            ):
-                # An error page is read to its first kilobytes only, for the message.
-                limit = max_bytes if response.is_success else _SHOWN_CHARACTERS * 4
-                for chunk in response.iter_raw():
-                    body += chunk
-                    if time.monotonic() > deadline:
-                        raise EngineError(f"{path}: no whole answer within {self.timeout_s:g} s")
-                    if len(body) > limit:
-                        if response.is_success:
-                            raise EngineError(f"{path}: an answer of more than {max_bytes:,} bytes")
-                        break
-                status = response.status_code
-        except httpx.TimeoutException:
-            raise EngineError(f"{path}: no answer within {self.timeout_s:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise EngineError(f"{path}: cannot be reached: {type(error).__name__}: {error}") from None
-        if status == NOT_FOUND:
+        hidden = {} if self.key is None else {self.key: "***"}
+        with HttpClient(self.url, self.timeout_s, headers, hidden=hidden) as http:
+            answer = http.call("GET", path, max_bytes=max_bytes)
+        if answer.status == NOT_FOUND:
             return None
-        if status != httpx.codes.OK:
-            raise EngineError(f"{path}: status {status}: {self._hide(bytes(body[:_SHOWN_CHARACTERS]))}")
+        if answer.status != OK:
+            raise EngineError(f"{path}: status {answer.status}: {' '.join(answer.quoted.split())}")
         try:
-            return body.decode()
+            return answer.content.decode()
         except UnicodeDecodeError:
-            raise EngineError(f"{path}: expected text, found {bytes(body[:20])!r}") from None
+            raise EngineError(f"{path}: expected text, found {answer.content[:20]!r}") from None
+
+    def fetch_metrics(self, names: ServerCounters, hint: str) -> Metrics:
+        """Return the metrics of the one model that a server serves.
+
+        Raises EngineError as `fetch_text`, and with `hint` without that page.
+        """
+        text = self.fetch_text("/metrics")
+        if text is None:
+            raise EngineError(f"has no /metrics: {hint}")
+        metrics = parse_metrics(text, names.wanted, names.prefix)
+        labels = metrics.list_models()
+        if len(labels) > 1:
+            raise EngineError(
+                f"has counters of several models ({list_names(labels)}): is it a router? Give the address of one server"
+            )
+        return metrics
 
     def fetch_object(self, path: str) -> dict[str, Any] | None:
         """Return the JSON object of a page; None if there is no such page. Raises EngineError as `fetch_text`."""
@@ -251,7 +136,3 @@ class Address:
         if not isinstance(found, dict):
             raise EngineError(f"{path}: expected a JSON object, found {type(found).__name__}")
         return found
-
-    def _hide(self, body: bytes) -> str:
-        text = " ".join(body.decode(errors="replace").split())
-        return text if self.key is None else text.replace(self.key, "***")

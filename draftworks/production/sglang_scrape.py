@@ -1,7 +1,4 @@
-"""Counters of an SGLang server: /metrics (--enable-metrics) and /server_info. Names are those of SGLang 0.5.23.
-
-SGLang counts the passes and tokens of a request when the request ends, and has no counter of accepted tokens.
-"""
+"""One reading of an SGLang server: /metrics (--enable-metrics) and /server_info."""
 
 from __future__ import annotations
 
@@ -9,26 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from draftworks.errors import EngineError
-from draftworks.production.scrape import (
-    PASSES,
-    REQUESTS,
-    TOKENS,
-    Address,
-    Metrics,
-    Scrape,
-    parse_metrics,
-    require_model,
-    require_one_model,
-)
-
-TESTED = ("0.5.23",)
-PREFIX = "sglang:"
-COUNTERS = {
-    PASSES: "sglang:spec_verify_calls_total",
-    TOKENS: "sglang:generation_tokens_total",
-    REQUESTS: "sglang:num_requests_total",
-}
-GAUGE = "sglang:spec_accept_length"
+from draftworks.production.scrape import Address, Scrape, require_model
+from draftworks.sglang.counters import LENGTH, PASSES, SGLANG, Metrics
 
 
 def scrape_sglang(address: Address, expected_models: Collection[str]) -> Scrape:
@@ -39,15 +18,11 @@ def scrape_sglang(address: Address, expected_models: Collection[str]) -> Scrape:
             what SGLang sends.
     """
     info = address.fetch_object("/server_info") or {}
-    text = address.fetch_text("/metrics")
-    if text is None:
-        raise EngineError("has no /metrics: start SGLang with --enable-metrics")
-    metrics = parse_metrics(text, {*COUNTERS.values(), GAUGE}, PREFIX)
+    metrics = address.fetch_metrics(SGLANG, "start SGLang with --enable-metrics")
     if not metrics.prefixed and not info:
-        raise EngineError(f"has neither /server_info nor a metric {PREFIX}…: is it SGLang?")
-    labels = metrics.list_models()
-    require_one_model(labels)
-    require_model([_read_text(info, "model_path"), _read_text(info, "served_model_name"), *labels], expected_models)
+        raise EngineError(f"has neither /server_info nor a metric {SGLANG.prefix}…: is it SGLang?")
+    names = [_read_text(info, "model_path"), _read_text(info, "served_model_name"), *metrics.list_models()]
+    require_model(names, expected_models)
     if info and not info.get("speculative_algorithm"):
         raise EngineError("runs without speculative decoding: /server_info has no speculative_algorithm")
     version = _read_text(info, "version")
@@ -59,16 +34,16 @@ def scrape_sglang(address: Address, expected_models: Collection[str]) -> Scrape:
         started=None,
         draft=_name_draft(info),
         counters=counters,
-        gauge=metrics.read_gauge(GAUGE) or None,  # SGLang sets it to 0 where no pass ran lately
+        gauge=metrics.read_gauge(SGLANG.others[LENGTH]) or None,  # SGLang sets it to 0 where no pass ran lately
         remarks=_list_remarks(info, version, counters),
     )
 
 
 def _read_counters(metrics: Metrics, version: str | None) -> dict[str, int]:
     """Return the counters; 0 for those that a version which is known to have them did not count yet; {} without them."""
-    if version not in TESTED and COUNTERS[PASSES] not in metrics:
+    if version not in SGLANG.versions and SGLANG.counters[PASSES] not in metrics:
         return {}
-    return {name: metrics.read_counter(each) if each in metrics else 0 for name, each in COUNTERS.items()}
+    return {name: metrics.read_counter(each) if each in metrics else 0 for name, each in SGLANG.counters.items()}
 
 
 def _name_draft(info: Mapping[str, Any]) -> str | None:
@@ -79,13 +54,13 @@ def _name_draft(info: Mapping[str, Any]) -> str | None:
 
 def _list_remarks(info: Mapping[str, Any], version: str | None, counters: Mapping[str, int]) -> tuple[str, ...]:
     found = []
-    if version not in TESTED:
+    if version not in SGLANG.versions:
         said = f"SGLang {version}" if version else "a server that does not say its version"
-        found.append(f"{said}: the names of the counters are known of {', '.join(TESTED)} alone")
+        found.append(f"{said}: the names of the counters are known of {', '.join(SGLANG.versions)} alone")
     if not info:
         found.append("no /server_info: the draft is taken to be the one in service")
     if not counters:
-        found.append(f"no counters, only the gauge {GAUGE} of the last batches: no interval")
+        found.append(f"no counters, only the gauge {SGLANG.others[LENGTH]} of the last batches: no interval")
     return tuple(found)
 
 

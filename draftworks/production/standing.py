@@ -1,4 +1,4 @@
-"""What one server accepts now beside the same draft's first hours on it and beside the walk, and the views of it."""
+"""Acceptance of one server now, beside the same draft's first hours on it and beside the walk; its views."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def format_row(standing: ServerStanding) -> tuple[str, ...]:
 
 
 def list_notes(standings: Sequence[ServerStanding]) -> list[str]:
-    """Return what a reader of the table has to know: remarks of servers, restarts, gaps, why there is no interval."""
+    """Return the notes below the table: remarks of servers, restarts, gaps, why there is no interval."""
     notes = []
     for one in standings:
         found = list(one.observation.remarks)
@@ -292,7 +292,7 @@ def _format_difference(found: WindowDifference) -> str:
 
 
 def render_markdown(standings: Sequence[ServerStanding]) -> str:
-    """Return the table of servers with its caption and notes, and what could not be read, as Markdown."""
+    """Return the table of servers with its caption and notes, and the servers that could not be read, as Markdown."""
     rows = [dict(zip(COLUMNS, format_row(one), strict=True)) for one in standings]
     problems = [one.observation.problem for one in standings if one.observation.problem is not None]
     notes = "\n".join(f"* {each}" for each in [*problems, *list_notes(standings)])

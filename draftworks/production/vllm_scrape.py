@@ -1,8 +1,4 @@
-"""Counters of a vLLM server (V1 engine): /metrics, /version and /v1/models.
-
-Names are those of `vllm/v1/spec_decode/metrics.py` (vllm-project/vllm at ee4ceaae5 and 016a8587e, the documentation of
-0.11.2, and the wheels of 0.32.0 and 0.33.0). A counter `X` is exposed as `X_total`. vLLM does not say which draft it serves.
-"""
+"""One reading of a vLLM server (V1 engine): /metrics, /version and /v1/models. vLLM does not say which draft it serves."""
 
 from __future__ import annotations
 
@@ -10,30 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from draftworks.errors import EngineError
-from draftworks.production.scrape import (
-    ACCEPTED,
-    PASSES,
-    POSITION,
-    PROPOSED,
-    Address,
-    Metrics,
-    Scrape,
-    parse_metrics,
-    require_model,
-    require_one_model,
-)
+from draftworks.production.scrape import POSITION, Address, Scrape, require_model
+from draftworks.sglang.counters import ACCEPTED, BY_POSITION, CREATED, PROCESS_START, PROPOSED, VLLM, Metrics
 
-DOCUMENTED = ("0.11", "0.32", "0.33")
-"""Releases whose names were read. Of 0.32 a server was run, and its own metrics had these counters; none was scraped."""
-PREFIX = "vllm:"
-COUNTERS = {
-    PASSES: "vllm:spec_decode_num_drafts_total",
-    PROPOSED: "vllm:spec_decode_num_draft_tokens_total",
-    ACCEPTED: "vllm:spec_decode_num_accepted_tokens_total",
-}
-BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-CREATED = "vllm:spec_decode_num_drafts_created"
-PROCESS_START = "process_start_time_seconds"
 MAX_POSITIONS = 64
 
 
@@ -43,25 +18,21 @@ def scrape_vllm(address: Address, expected_models: Collection[str]) -> Scrape:
     Raises:
         EngineError: it cannot be reached, serves another model, does not speculate, or its answers are not what vLLM sends.
     """
-    text = address.fetch_text("/metrics")
-    if text is None:
-        raise EngineError("has no /metrics: is it vLLM, started without --disable-log-stats?")
-    metrics = parse_metrics(text, {*COUNTERS.values(), BY_POSITION, CREATED, PROCESS_START}, PREFIX)
+    metrics = address.fetch_metrics(VLLM, "is it vLLM, started without --disable-log-stats?")
     if not metrics.prefixed:
-        raise EngineError(f"has no metric {PREFIX}…: is it vLLM?")
-    missing = [name for name in COUNTERS.values() if name not in metrics]
+        raise EngineError(f"has no metric {VLLM.prefix}…: is it vLLM?")
+    missing = [name for name in VLLM.counters.values() if name not in metrics]
     labels = metrics.list_models()
-    require_one_model(labels)
     require_model([*labels, *_list_roots(address, labels)], expected_models)
     if missing:
         raise EngineError(
             f"has no {missing[0]}: it runs without speculative decoding, or is a version with other names (those of "
-            f"{', '.join(DOCUMENTED)} are known)"
+            f"{', '.join(VLLM.versions)} are known)"
         )
-    counters = {name: metrics.read_counter(each) for name, each in COUNTERS.items()}
+    counters = {name: metrics.read_counter(each) for name, each in VLLM.counters.items()}
     if counters[ACCEPTED] > counters[PROPOSED]:
         raise EngineError(f"counts {counters[ACCEPTED]:,} accepted tokens of {counters[PROPOSED]:,} proposed ones")
-    started = metrics.read_gauge(PROCESS_START) or metrics.read_gauge(CREATED)
+    started = metrics.read_gauge(VLLM.others[PROCESS_START]) or metrics.read_gauge(VLLM.others[CREATED])
     version = (address.fetch_object("/version") or {}).get("version")
     version = version if isinstance(version, str) and version else None
     return Scrape(
@@ -75,9 +46,11 @@ def scrape_vllm(address: Address, expected_models: Collection[str]) -> Scrape:
 
 
 def _read_positions(metrics: Metrics) -> dict[str, int]:
-    found = metrics.read_counter_by(BY_POSITION, "position")
+    found = metrics.read_counter_by(VLLM.others[BY_POSITION], "position")
     if len(found) > MAX_POSITIONS or not all(position.isascii() and position.isdecimal() for position in found):
-        raise EngineError(f"{BY_POSITION}: expected up to {MAX_POSITIONS} numbered positions, found {len(found)}")
+        raise EngineError(
+            f"{VLLM.others[BY_POSITION]}: expected up to {MAX_POSITIONS} numbered positions, found {len(found)}"
+        )
     return {f"{POSITION}{int(position)}": count for position, count in found.items()}
 
 
@@ -92,7 +65,7 @@ def _list_roots(address: Address, labels: Sequence[str]) -> list[str]:
 
 def _list_remarks(version: str | None) -> tuple[str, ...]:
     said = "the server does not say its draft: it is taken to be the one in service when the process started"
-    if version is not None and any(version.startswith(f"{known}.") for known in DOCUMENTED):
+    if version is not None and any(version.startswith(f"{known}.") for known in VLLM.versions):
         return (said,)
     found = f"vLLM {version}" if version else "a vLLM that does not say its version"
-    return (said, f"{found}: the names of the counters are known of {', '.join(DOCUMENTED)}; this one has the same")
+    return (said, f"{found}: the names of the counters are known of {', '.join(VLLM.versions)}; this one has the same")

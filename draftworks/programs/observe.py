@@ -127,7 +127,7 @@ def notify(
                 unset = [name for name in (spec.url_env, spec.api_key_env) if name and not os.environ.get(name)]
                 missing = f"; not set in this environment: {', '.join(unset)}" if unset else ""
                 last = f"; attempt {message.attempts} failed: {message.problem}" if message and message.problem else ""
-                pending = f"{format_count(box.count_pending(), 'event')} waiting"
+                pending = f"{format_count(len(box.list_pending()), 'event')} waiting"
                 typer.echo(f"{spec.channel}: {', '.join(spec.events)}; {pending}{missing}{last}")
                 continue
             posted = send_test(spec)

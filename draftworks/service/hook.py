@@ -32,7 +32,7 @@ CONFIRMED, TOLD, FAILED = "confirmed", "told", "failed"
 
 
 class _Answer(NamedTuple):
-    """What a hook has said. `problem` is why the attempt failed; empty if it did not."""
+    """The answer of a hook. `problem` is why the attempt failed; empty if it did not."""
 
     text: str
     problem: str = ""
@@ -45,7 +45,7 @@ def tell_servers(
     environment: Mapping[str, str] = os.environ,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Delivery:
-    """Call the hook until an attempt succeeds, and record what has come of it.
+    """Call the hook until an attempt succeeds, and record the outcome.
 
     Nothing is called again for a record whose hook has succeeded, or once another record is in service.
 
@@ -75,7 +75,7 @@ def tell_servers(
 
 
 def describe_delivery(delivery: Delivery) -> str:
-    """Return one line about what has come of the hook."""
+    """Return the outcome of the hook in one line."""
     if not delivery.attempts:
         return "another draft was put into service before the servers were told"
     last = delivery.attempts[-1]

@@ -39,7 +39,7 @@ from draftworks.targets.registry import Registry
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody asks for.
+    """A request to promote or take back a draft.
 
     Attributes:
         why: reason, for the record.
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A candidate with what the rule says of it.
+    """A candidate with the rule's figures of it.
 
     Attributes:
         current: the record in service while it was judged.
@@ -85,7 +85,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class _JudgedSet:
-    """The figures of one eval set, and the walks that they are of; None if nothing was compared."""
+    """The figures of one eval set, and the walks behind them; None if nothing was compared."""
 
     figures: EvalFigures
     walks: WalkPair | None

@@ -79,7 +79,7 @@ class LostSlice:
 
 @dataclass(frozen=True)
 class EvalFigures:
-    """What the rule of promotion found on one eval set, see `draftworks.service.rule`.
+    """Figures of the rule of promotion on one eval set, see `draftworks.service.rule`.
 
     Attributes:
         verdict: `first`, `non_inferior`, `worse`, `slice_lost` or `undecided`.

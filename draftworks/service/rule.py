@@ -33,7 +33,7 @@ MAX_PROMPTS = 1_000_000
 
 
 class Verdict(StrEnum):
-    """What the figures say on one eval set."""
+    """The verdict of one eval set."""
 
     FIRST = "first"
     """Nothing was in service that was measured on it."""
@@ -81,7 +81,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Margins:
-    """What the rule allows.
+    """Losses that the rule allows.
 
     Attributes:
         margin: accepted tokens per pass that a new draft may have less than the best one.

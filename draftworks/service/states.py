@@ -51,7 +51,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What has come of telling servers about one record.
+    """The outcome of telling servers about one record.
 
     Attributes:
         told: whether an attempt succeeded.
@@ -99,7 +99,7 @@ def forget_accepted(register: ServiceRegister) -> None:
 
 
 def find_delivery(register: ServiceRegister, record: InService) -> Delivery | None:
-    """Return what has come of telling servers about a record; None if nobody has been told."""
+    """Return the outcome of telling servers about a record; None if nobody has been told."""
     path = register.folder / DELIVERIES / f"{record.number:08}.json"
     try:
         values = read_json(path, MAX_BYTES)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
-
 from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError
 from draftworks.sglang.api_key import build_headers
 from draftworks.sglang.hook import find_spool, uses_mooncake
+from draftworks.storage.http_call import HttpClient, NoAnswerError
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -85,11 +85,14 @@ class SGLangClient:
 
     def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        # No limit on connections: the callers decide how many requests run together.
-        limits = httpx.Limits(max_connections=None)
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=limits, headers=build_headers(key))
+        self._http = HttpClient(
+            self.url,
+            timeout_s,
+            build_headers(key),
+            connect_s=CONNECT_TIMEOUT_S,
+            name=self._where,
+            setting="sglang.request_timeout_s of the deployment",
+        )
 
     def __enter__(self) -> SGLangClient:
         return self
@@ -102,14 +105,11 @@ class SGLangClient:
 
     def require_reachable(self) -> None:
         """Raise EngineError if the server cannot be connected to; a busy one may take its time to answer."""
-        if self._http.is_closed:
-            raise EngineError(f"SGLang at {self.url} cannot be used any more: the engine was closed")
         try:
-            self._http.get("/health", timeout=httpx.Timeout(CONNECT_TIMEOUT_S))
-        except httpx.TimeoutException:
-            return
-        except httpx.HTTPError as error:
-            raise EngineError(f"SGLang at {self.url} cannot be reached: {type(error).__name__}: {error}") from error
+            self._http.call("GET", "/health", timeout_s=CONNECT_TIMEOUT_S)
+        except NoAnswerError as error:
+            if not error.timed_out:
+                raise
 
     def get_info(self) -> ServerInfo:
         info = self._call_for_object("GET", "/server_info")
@@ -136,7 +136,7 @@ class SGLangClient:
         """Return the token ids of a text by the server's tokenizer, without special tokens."""
         found = self._call_for_object("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
         if not isinstance(found, list):
-            raise EngineError(f"SGLang at {self.url}: /tokenize: expected a list of tokens, found {str(found)[:200]}")
+            raise EngineError(f"{self._where}: /tokenize: expected a list of tokens, found {str(found)[:200]}")
         return found
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
@@ -152,10 +152,12 @@ class SGLangClient:
         )
         if not isinstance(answers, list) or len(answers) != len(requests):
             found = f"{len(answers)}" if isinstance(answers, list) else str(answers)[:200]
-            raise EngineError(
-                f"SGLang at {self.url}: /generate: expected a list of {len(requests)} answers, found {found}"
-            )
+            raise EngineError(f"{self._where}: /generate: expected a list of {len(requests)} answers, found {found}")
         return [parse_generation(answer) for answer in answers]
+
+    @property
+    def _where(self) -> str:
+        return f"SGLang at {self.url}"
 
     def _get_model_info(self) -> dict[str, Any]:
         """Return the server's answer to /model_info; empty if the server does not know that path.
@@ -170,33 +172,23 @@ class SGLangClient:
     def _call_for_object(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         found = self._call(method, path, body)
         if not isinstance(found, dict):
-            raise EngineError(f"SGLang at {self.url}: {path}: expected a JSON object, found {str(found)[:200]}")
+            raise EngineError(f"{self._where}: {path}: expected a JSON object, found {str(found)[:200]}")
         return found
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        where = f"SGLang at {self.url}"
-        if self._http.is_closed:
-            raise EngineError(f"{where} cannot be used any more ({path}): the engine was closed")
+        answer = self._http.call(method, path, body)
+        if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
+            raise PassingTroubleError(f"{self._where} is overloaded ({path}, 429): {answer.quoted}")
+        if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise EngineError(f"{self._where} refused our key, or wants one ({path}, {answer.status})")
+        if 400 <= answer.status < 500:
+            raise CaptureError(f"{self._where} refused {path} ({answer.status}): {answer.quoted}")
+        if not answer.is_success:
+            raise EngineError(f"{self._where} failed on {path} ({answer.status} {answer.reason}): {answer.quoted}")
         try:
-            response = self._http.request(method, path, json=body)
-        except httpx.TimeoutException as error:
-            raise EngineError(
-                f"{where} did not answer {path} within {self._timeout_s:g} s (sglang.request_timeout_s of the "
-                "deployment)"
-            ) from error
-        except httpx.HTTPError as error:
-            raise EngineError(f"{where} cannot be reached ({path}): {type(error).__name__}: {error}") from error
-        if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
-            raise PassingTroubleError(f"{where} is overloaded ({path}, 429): {response.text[:500]}")
-        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise EngineError(f"{where} refused our key, or wants one ({path}, {response.status_code})")
-        if response.is_client_error:
-            raise CaptureError(f"{where} refused {path} ({response.status_code}): {response.text[:500]}")
-        try:
-            response.raise_for_status()
-            return response.json()
-        except (httpx.HTTPStatusError, ValueError) as error:
-            raise EngineError(f"{where} failed on {path}: {error}: {response.text[:500]}") from error
+            return answer.parse()
+        except ValueError as error:
+            raise EngineError(f"{self._where} failed on {path}: {error}: {answer.quoted}") from error
 
 
 def parse_generation(answer: Any) -> Generation:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from draftworks.distributed import stop_signals
@@ -25,6 +24,7 @@ from draftworks.sglang.child_lifetime import build_command
 from draftworks.sglang.environment import LAUNCHER_VARIABLES, link_package, require_capturing, require_version
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.speculation import Speculation
+from draftworks.storage.http_call import HttpAnswer, HttpClient, NoAnswerError
 
 LOOPBACK = "127.0.0.1"
 LOG_TAIL_LINES = 30
@@ -263,14 +263,14 @@ class SGLangServer:
         )
 
     def _is_ready(self) -> bool:
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{self.url}/health", timeout=_ANSWER_TIMEOUT_S).status_code == httpx.codes.OK:
-                headers = api_key.build_headers(self._options.read_key())
-                self._require_ours(httpx.get(f"{self.url}/server_info", timeout=_ANSWER_TIMEOUT_S, headers=headers))
+        headers = api_key.build_headers(self._options.read_key())
+        with suppress(NoAnswerError), HttpClient(self.url, _ANSWER_TIMEOUT_S, headers) as http:
+            if http.call("GET", "/health").is_success:
+                self._require_ours(http.call("GET", "/server_info"))
                 return True
         return False
 
-    def _require_ours(self, answer: httpx.Response) -> None:
+    def _require_ours(self, answer: HttpAnswer) -> None:
         """Raise EngineError unless the answer of /server_info comes from the server that was started.
 
         The port was free when it was chosen, but another server may have taken it before SGLang did.
@@ -310,10 +310,10 @@ def format_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _parse_object(answer: httpx.Response) -> dict[str, Any]:
+def _parse_object(answer: HttpAnswer) -> dict[str, Any]:
     """Return the JSON object of an answer; empty if the answer is not a JSON object."""
     try:
-        found = answer.json()
+        found = answer.parse()
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

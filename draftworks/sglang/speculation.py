@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from draftworks.errors import ConfigError, EngineError
 from draftworks.sglang.client import GenerateRequest, SGLangClient
+from draftworks.sglang.counters import PASSES, SGLANG, TOKENS, parse_metrics
 
 ALGORITHM, DRAFT = "--speculative-algorithm", "--speculative-draft-model-path"
 STEPS, BRANCHES, VERIFIED = (
@@ -112,10 +110,6 @@ def require_cpu_dtype(compute_dtype: str) -> None:
         )
 
 
-_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)")
-_VERIFY_CALLS, _TOKENS = "sglang:spec_verify_calls_total", "sglang:generation_tokens_total"
-
-
 @dataclass(frozen=True)
 class SpeculatedAnswer:
     """An answer with the counters of accepted tokens of its request.
@@ -189,23 +183,11 @@ class Counters:
         Raises:
             EngineError: a counter is missing, as on a server without --enable-metrics.
         """
-        return cls(int(read_metric(text, _VERIFY_CALLS)), int(read_metric(text, _TOKENS)))
+        metrics = parse_metrics(text, SGLANG.wanted)
+        return cls(*(metrics.read_counter(SGLANG.counters[name]) for name in (PASSES, TOKENS)))
 
     def subtract(self, before: Counters) -> Counters:
         return Counters(self.passes - before.passes, self.tokens - before.tokens)
-
-
-def read_metric(text: str, name: str) -> float:
-    """Return the sum of a metric over its labels, such as the ranks of a data-parallel server; 0 if not counted yet.
-
-    Raises:
-        EngineError: the text does not have the metric.
-    """
-    samples = (found for line in text.splitlines() if (found := _SAMPLE.match(line)))
-    values = [float(found["value"]) for found in samples if found["name"] == name]
-    if not values and f"# TYPE {name} " not in text:
-        raise EngineError(f"SGLang's metrics have no {name}. Its version may be another one than those tested")
-    return sum(values)
 
 
 def read_accept_length(info: Mapping[str, Any]) -> float | None:
@@ -241,8 +223,7 @@ class SpeculatingClient(SGLangClient):
 
     def get_counters(self) -> Counters:
         """Return the server's counters since its start, from /metrics."""
-        try:
-            response = self._http.get("/metrics").raise_for_status()
-        except httpx.HTTPError as error:
-            raise EngineError(f"SGLang at {self.url} sent no metrics: {type(error).__name__}: {error}") from error
-        return Counters.of_metrics(response.text)
+        answer = self._http.call("GET", "/metrics")
+        if not answer.is_success:
+            raise EngineError(f"SGLang at {self.url} sent no metrics ({answer.status}): {answer.quoted}")
+        return Counters.of_metrics(answer.text)

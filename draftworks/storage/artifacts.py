@@ -101,7 +101,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build function returns about its result.
+    """Summary and identity that a build function returns with its result.
 
     Attributes:
         data_version: digest of the content.
@@ -362,7 +362,7 @@ class ArtifactStore:
 
 @dataclass(frozen=True)
 class ReadOnceStore(ArtifactStore):
-    """Results as they were when they were first looked at, so that many comparisons read each record once."""
+    """A store that reads each record once, for many comparisons at one moment."""
 
     _pointed: dict[tuple[str, str], Artifact | None] = field(default_factory=dict, compare=False)
     _records: dict[Path, Artifact] = field(default_factory=dict, compare=False)

@@ -131,7 +131,7 @@ def fetch_hub_header(where: str, model: str, revision: str, filename: str) -> Pa
 
 
 def _explain(filename: str, error: Exception) -> str:
-    """Return what failed and what the user can do about it."""
+    """Return the failure and its remedy in words."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,

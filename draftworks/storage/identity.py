@@ -80,7 +80,7 @@ class FileDigests:
         return found
 
     def _load(self) -> None:
-        """Add what other processes have remembered since."""
+        """Add the digests that other processes have remembered since."""
         if self.cache_file is None or not self.cache_file.exists():
             return
         try:
@@ -104,7 +104,7 @@ class FileDigests:
 
 
 class ReadOnceDigests(FileDigests):
-    """Digests of files as they were when they were first asked for, so that many comparisons look at each file once."""
+    """Digests that look at each file once, for many comparisons at one moment."""
 
     def __init__(self, digests: FileDigests) -> None:
         self.cache_file = digests.cache_file

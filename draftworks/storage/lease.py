@@ -162,7 +162,7 @@ def sweep_staging(folder: Path, now: float, age_s: float) -> None:
 
 
 class LeaseState(Enum):
-    """What a lease file says to a process that does not hold it."""
+    """State of a lease as seen by a process that does not hold it."""
 
     HELD = "held"
     """Its process lives on this machine."""
@@ -190,7 +190,7 @@ class _Watched:
 
 
 class LeaseWatch:
-    """One process's view of the lease files of others; remembers what it saw of those of other hosts.
+    """One process's view of other processes' lease files: for how long each file of another host has not changed.
 
     Args:
         clock: seconds that never jump.
@@ -317,7 +317,7 @@ class Lease:
 
 
 class LeasePath:
-    """The place of a lease, and what this process has seen of its holders.
+    """The folder of a lease, with this process's watch of its holders.
 
     Args:
         folder: the lease's folder; its parent exists.

@@ -1,4 +1,4 @@
-"""Features and answers that earlier versions stored under a target's name, reused where they are. Torch-free.
+"""Features and answers that earlier versions stored under a target's name, reused in place. Torch-free.
 
 They are now stored under the digest of the target's weights, so that a copy of a target, or a new name, shares them. Old
 files are neither moved nor changed: an earlier version still finds them.

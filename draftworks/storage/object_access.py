@@ -1,4 +1,4 @@
-"""Places in object storage, how they are reached, and what their errors mean."""
+"""Addresses in object storage, the settings to reach them, and their errors in words."""
 
 from __future__ import annotations
 

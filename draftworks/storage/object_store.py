@@ -46,7 +46,7 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What a listing says of an object. `modified` is in seconds since 1970, by the server's clock."""
+    """An entry of a listing. `modified` is in seconds since 1970, by the server's clock."""
 
     path: str
     nbytes: int
@@ -220,7 +220,7 @@ class ObjectStore:
                 yield _describe(found, self._prefix)
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects; those that are gone are no error."""
+        """Remove objects; a missing object is no error."""
         import obstore
 
         for path in paths:
@@ -293,7 +293,7 @@ class ObjectStore:
             self.remove([path])
 
     def _call(self, verb: str, path: str, work: Callable[[], _Result]) -> _Result:
-        """Return `work()`, called again while what fails may pass; errors are said in words for a person."""
+        """Return `work()`, repeated after passing failures; other errors are raised in words for a person."""
         from obstore.exceptions import BaseError
 
         started, pause, said = time.monotonic(), 0.1, False

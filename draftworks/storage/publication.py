@@ -1,4 +1,4 @@
-"""Results copied to object storage, for those who do not mount `var`. Torch-free.
+"""Results copied to object storage, for users who do not mount `var`. Torch-free.
 
     {url}/{asset}/{target}/{identity}-{content}/...              the files of a result, never changed
     {url}/{asset}/{target}/{identity}-{content}/artifact.json    its record with their digests, created last
@@ -43,7 +43,7 @@ class Publication:
         self.objects.require_writable()
 
     def publish(self, artifact: Artifact) -> PublishedResult:
-        """Copy a result and let the pointer name it. What is there already is not copied again.
+        """Copy a result and let the pointer name it. Objects that exist are not copied again.
 
         Raises:
             ObjectStorageError: the storage cannot be reached, or refuses. The next call goes on.

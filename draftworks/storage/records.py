@@ -17,7 +17,8 @@ from draftworks.storage.words import list_names, suggest_or_list
 
 @dataclass(frozen=True)
 class EvalData:
-    """Versions of the eval data of a measurement: that of the answers and, by name, those of the streams."""
+    """Versions of the eval data of a measurement: the version of the answers and, by name, the versions of the
+    streams."""
 
     answers: str
     streams: dict[str, str] | str

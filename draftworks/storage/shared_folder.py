@@ -68,14 +68,14 @@ class FolderToken:
 
 @dataclass(frozen=True)
 class FolderAnswer:
-    """What a process of the job wrote: it sees the folder, and its clock is so far ahead of the token's writer."""
+    """Proof that a process of the job sees the folder, with the skew of its clock against the token's writer."""
 
     host: str
     skew_s: float
 
 
 def write_folder_token(folder: Path) -> FolderToken:
-    """Write a token for one job into `folder`, and remove those of jobs long past.
+    """Write a token for one job into `folder`, and remove tokens of jobs long past.
 
     Raises:
         ConfigError: the folder cannot be written.

@@ -173,7 +173,7 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
 
 
 def find_close(found: object, known: Iterable[str], most: int = 2) -> list[str]:
-    """Return the known names that may be meant by one that is not known, the closest first; none for nothing close."""
+    """Return the known names that an unknown name may stand for, the closest first; none for nothing close."""
     names = list(dict.fromkeys(known))
     word = _fold(str(found))
     by_fold = {_fold(name): name for name in reversed(names)}
@@ -203,7 +203,7 @@ def suggest(found: object, known: Iterable[str]) -> str:
 
 
 def suggest_or_list(found: object, known: Iterable[str], room: int = _ROOM) -> str:
-    """Return "did you mean X?"; where nothing is close, what there is, in about `room` characters."""
+    """Return "did you mean X?"; where nothing is close, the known names, in about `room` characters."""
     names = list(known)
     return suggest(found, names) or f"there {'is' if len(names) == 1 else 'are'}: {list_fitting(names, room)}"
 

@@ -32,7 +32,6 @@ SENTENCES = {
     "delete the object that is named": "a damaged object that an error names; its samples are captured again",
     "write a small object to each place": "a trial that the program removes itself",
     "a pod is evicted, drained, or deleted by hand": "a pod, not a result",
-    "*Keyed* stores find a feature": "what the program does",
     "**To free**": "a definition",
     "Remove what no current, best, pinned or promoted result": "what the job `prune` does",
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftworks.drafts.logit_losses import (
     BLOCK,
+    SoftLabels,
     compare_labels,
     compare_teacher,
     cross_entropy,
@@ -49,8 +50,9 @@ def test_log_probabilities_and_gradients_are_those_of_log_softmax(rows):
 
 def test_distance_and_its_gradient_are_those_of_the_formula():
     logits, weights = draw(3, ROWS, VOCAB).requires_grad_(), draw(2, 3, ROWS, seed=2)
-    q, labels = draw(ROWS, VOCAB, seed=3).softmax(-1), draw_ids(3, ROWS)
-    found = compare_labels(logits.clone(), labels, q)
+    taught, rows, labels = draw(4, VOCAB, seed=3), torch.tensor([3, 0, 0, 1, 2, 3]), draw_ids(3, ROWS)
+    found = compare_labels(logits.clone(), labels, SoftLabels(taught, rows, temperature=0.7))
+    q = (taught / 0.7).softmax(-1)[rows]
     log_p = logits.log_softmax(-1)
     expected = (-log_p.gather(-1, labels[..., None])[..., 0], (log_p.exp() - q).abs().sum(-1) / 2)
     for ours, theirs in zip(found, expected, strict=True):
@@ -79,7 +81,7 @@ def test_losses_of_a_teacher_and_their_gradients_are_those_of_the_formulas(with_
 def test_values_of_a_small_case_are_these():
     logits = torch.tensor([[0.0, math.log(3), math.log(4)]])  # p = 1/8, 3/8, 4/8
     q = torch.tensor([[0.25, 0.25, 0.5]])
-    labels = compare_labels(logits.clone(), torch.tensor([1]), q)
+    labels = compare_labels(logits.clone(), torch.tensor([1]), SoftLabels(q.log(), torch.tensor([0])))
     teacher = compare_teacher(logits, q, torch.tensor([0.5]))
     torch.testing.assert_close(labels.ce, torch.tensor([math.log(8 / 3)]))
     torch.testing.assert_close(labels.distance, torch.tensor([0.125]))
@@ -95,8 +97,8 @@ def test_a_token_whose_probability_is_no_float_has_a_finite_loss():
 
 def test_a_draft_that_agrees_with_its_teacher_has_distance_and_gradient_zero():
     logits = draw(ROWS, VOCAB).float().requires_grad_()
-    q = logits.detach().softmax(-1)
-    distance = compare_labels(logits.clone(), draw_ids(ROWS), q).distance
+    same = SoftLabels(logits.detach(), torch.arange(ROWS))
+    distance = compare_labels(logits.clone(), draw_ids(ROWS), same).distance
     assert not distance.any()
     assert not gradients(distance.sum(), logits).any()
 
@@ -104,7 +106,8 @@ def test_a_draft_that_agrees_with_its_teacher_has_distance_and_gradient_zero():
 def test_rows_may_be_none():
     logits = torch.empty(0, VOCAB, requires_grad=True)
     none = torch.empty(0, dtype=torch.int64)
-    losses = [cross_entropy(logits.clone(), none), *compare_labels(logits.clone(), none, logits.detach())]
+    soft = SoftLabels(logits.detach(), none)
+    losses = [cross_entropy(logits.clone(), none), *compare_labels(logits.clone(), none, soft)]
     losses += [each for each in compare_teacher(logits.clone(), logits.detach(), torch.empty(0)) if each is not None]
     assert all(each.shape == (0,) for each in losses)
     assert find_argmax(torch.empty(0, 4 * BLOCK)).shape == (0,)

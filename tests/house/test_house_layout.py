@@ -105,9 +105,16 @@ def test_transformers_never_asks_whether_to_run_code_of_a_model():
                 assert said.get("trust_remote_code") == "False", f"{path}, line {node.lineno}"
 
 
+def test_one_module_imports_what_dagster_does_not_promise():
+    for path in python_files("spec_assets", "resources", "jobs", "sensors"):
+        private = {name for name in imported_modules(path) if name.startswith("dagster._")}
+        assert not private or path.name == "dagster_internals.py", f"{path} imports {private}"
+
+
 def test_no_module_imports_itself_by_way_of_others():
     """Imports for type checkers count: a circle of two is read as one."""
-    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in python_files("draftworks")}
+    files = python_files("draftworks", "resources", "sensors", "jobs", "spec_assets")
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
     modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
     below = {name: imported_modules(path) & set(modules) - {name} for name, path in modules.items()}
     while leaves := [name for name, imports in below.items() if not imports & set(below)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def test_no_token_is_in_a_log_a_file_or_what_is_said(
             channels.add([make_event(1)])
             words = channels.send(print, 60)
         said = send_test(spec).problem
-    files = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
+    files = "".join(path.read_text() for path in tmp_path.rglob("*.json*") if path.is_file())
     assert "the address in SLACK_URL" in words[0]
     assert "the address in SLACK_URL" in said
     for text in (files, said, *words):
@@ -158,18 +159,20 @@ def test_a_missing_address_keeps_events_and_stops_no_other_channel(tmp_path: Pat
     desk.send(make_event(1))
     assert desk.told.ids == [make_event(1).id]
     assert "NO_SUCH_VARIABLE" in desk.warnings[0]
-    assert Outbox(tmp_path, "slack").count_pending() == 1
+    assert len(Outbox(tmp_path, "slack").list_pending()) == 1
 
 
-@pytest.mark.parametrize("name", ["message.json", "pending/x.json"])
-@pytest.mark.parametrize("content", ["{", "[]", '{"events": [{}]}', '{"events": 3}', "null"])
-def test_a_damaged_file_is_named(name: str, content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"add": {}}', '{"add": 3}', "null", '{"told": 3, "at": 0}', '{"begin": ["x"], "at": 0}', "{}"],
+)
+def test_a_damaged_file_is_named(content: str, tmp_path: Path) -> None:
     box = Outbox(tmp_path, "hook")
-    path = box.folder / name
+    path = box.folder / "outbox.jsonl"
     path.parent.mkdir(parents=True)
-    path.write_text(content)
+    path.write_text(f"{content}\n")
     with pytest.raises(StoreError, match=path.name):
-        box.find_message() or box.list_pending()
+        box.find_message()
 
 
 def test_two_processes_do_not_send_at_once(tmp_path: Path) -> None:
@@ -177,3 +180,32 @@ def test_two_processes_do_not_send_at_once(tmp_path: Path) -> None:
         assert (first.is_held, second.is_held) == (True, False)
     with Channels(tmp_path, [webhook()]) as third:
         assert third.is_held
+
+
+def test_what_an_earlier_version_kept_as_a_file_for_each_event_is_told_once_and_taken_over(tmp_path: Path) -> None:
+    folder = tmp_path / "notifications" / "hook"
+    for kind, subjects in (("pending", [1, 2]), ("sent", [3]), ("refused", [4])):
+        (folder / kind).mkdir(parents=True)
+        for event in map(make_event, subjects):
+            (folder / kind / f"{event.id}.json").write_text(json.dumps(event.to_json()))
+    desk = Desk(tmp_path, [webhook()])
+    assert len(Outbox(tmp_path, "hook").list_pending()) == 2
+    desk.send(*map(make_event, range(1, 6)))
+    assert sorted(desk.told.ids) == sorted(make_event(subject).id for subject in (1, 2, 5))
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "outbox.jsonl"]
+
+
+def test_what_was_told_long_ago_is_forgotten_and_what_waits_is_not(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, [webhook()])
+    desk.send(make_event(1))
+    desk.told.answers = [DOWN]
+    desk.now += 29 * 86400
+    desk.send(make_event(2))
+    desk.send(make_event(1))
+    desk.now += 2 * 86400
+    desk.send()
+    assert desk.told.ids == [make_event(1).id, make_event(2).id]
+    desk.send()
+    assert make_event(1).id not in Outbox(tmp_path, "hook").path.read_text()
+    desk.send(make_event(2))
+    assert desk.told.ids == [make_event(1).id, make_event(2).id]

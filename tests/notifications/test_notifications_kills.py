@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from kill_points import killed_before
 from notification_toys import Desk, webhook
 from service_toys import STRATEGY, TARGET, record
 
+from draftworks.notifications.outbox import Outbox
 from draftworks.service.register import ServiceRegister
 
 PROMOTIONS = 2
@@ -37,11 +37,8 @@ def make_desk(promoted: Path, var: Path, max_messages: int) -> Desk:
 
 def count_unrecorded(desk: Desk) -> int:
     """Messages that have arrived, and of which the outbox does not know it."""
-    path = desk.var / "notifications" / "hook" / "message.json"
-    message = json.loads(path.read_text()) if path.exists() else None
-    if message is None or message["told"]:
-        return 0
-    return int({each["id"] for each in message["events"]} <= set(desk.told.ids))
+    message = Outbox(desk.var, "hook").find_message()
+    return 0 if message is None else int({each.id for each in message.events} <= set(desk.told.ids))
 
 
 # Collected into one, and one each.

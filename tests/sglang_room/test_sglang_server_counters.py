@@ -13,7 +13,6 @@ from draftworks.sglang.speculation import (
     Counters,
     SpeculatedAnswer,
     read_accept_length,
-    read_metric,
     read_verified_tokens,
 )
 
@@ -54,13 +53,13 @@ def test_counters_of_requests_and_of_the_server_are_the_same():
 def test_a_counter_that_has_counted_nothing_yet_is_0_and_an_unknown_one_an_error():
     fresh = "\n".join(line for line in AFTER.splitlines() if line.startswith("#"))
     assert Counters.of_metrics(fresh) == Counters(0, 0)
-    with pytest.raises(EngineError, match="metrics have no sglang:spec_verify_calls_total"):
-        read_metric(AFTER.replace("spec_verify_calls", "spec_calls"), "sglang:spec_verify_calls_total")
+    with pytest.raises(EngineError, match="expected the counter sglang:spec_verify_calls_total, found none"):
+        Counters.of_metrics(AFTER.replace("spec_verify_calls", "spec_calls"))
 
 
 def test_ranks_of_a_data_parallel_server_count_together():
     line = next(line for line in AFTER.splitlines() if line.startswith("sglang:spec_verify_calls_total"))
-    assert read_metric(f"{AFTER}{line}\n", "sglang:spec_verify_calls_total") == 48
+    assert Counters.of_metrics(f"{AFTER}{line}\n").passes == 48
 
 
 def test_the_server_info_says_how_many_tokens_are_verified_and_accepted_on_average():

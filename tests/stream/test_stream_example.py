@@ -1,4 +1,4 @@
-"""The example of docs/data-flow.md, as it stands there."""
+"""The example of docs/how-to/own-stream.md, as it stands there."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from launcher_harnesses import find_processes
 from waiting import wait_until
 
 from draftworks.config.launchers import parse_launcher
-from resources.launchers import make_scheduler
-from resources.scheduler import Scheduler
+from resources.scheduler import Scheduler, make_scheduler
 from resources.scheduler_launcher import SchedulerLauncher
 from resources.slurm_commands import SlurmCommands
 

@@ -17,8 +17,7 @@ from waiting import wait_until
 from draftworks.config import launchers
 from draftworks.config.launchers import SchedulerLauncherSpec
 from draftworks.errors import ConfigError, LauncherError
-from resources import launchers as factory
-from resources.scheduler import JobRequest, Scheduler, SeenJob
+from resources.scheduler import SCHEDULERS, JobRequest, Scheduler, SeenJob
 from resources.torch_job import JobState
 
 QUEUE_REASON = "Resources: no node is free"
@@ -32,7 +31,7 @@ class ToyLauncherSpec(SchedulerLauncherSpec):
 def offer_toy() -> None:
     """Make the kind `toy` known to this process, as a landed kind is."""
     launchers.KINDS["toy"] = ToyLauncherSpec
-    factory.SCHEDULERS["toy"] = "toy_scheduler"
+    SCHEDULERS["toy"] = "toy_scheduler"
 
 
 def make_scheduler(spec: ToyLauncherSpec) -> ToyScheduler:

@@ -90,10 +90,8 @@ def open_kept_answers(run: RegenerateRun) -> Iterator[RecordFile]:
     path = find_answers_file(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = f"another run is adding answers to {path}: waiting for it, to reuse its answers"
-    with (
-        hold_lock(path.with_suffix(".lock"), waiting) as lease,
-        RecordFile(path, make_answers_identity(run), lease.confirm) as answers,
-    ):
+    with hold_lock(path.with_suffix(".lock"), waiting) as lease:
+        answers = RecordFile(path, make_answers_identity(run), lease.confirm)
         for earlier in run.earlier_answers:
             if earlier.name == path.name:
                 answers.copy_records_from(earlier)
@@ -300,8 +298,8 @@ class SharedAnswers:
             windows = self._read_plan() or self._write_plan(lacking)
             self._answer_windows(windows)
             for number, result in enumerate(self._make_queue(windows).read_results()):
-                with RecordFile(self._locate_part(number), self._identity) as part:
-                    records.extend(part[each] for each in part.ids if each not in records)
+                part = RecordFile(self._locate_part(number), self._identity)
+                records.extend(part[each] for each in part.ids if each not in records)
                 refused += [RejectedSample(*each) for each in result["refused"]]
             excused = {each.sample_id for each in refused}
             self._remove_plan()
@@ -336,8 +334,8 @@ class SharedAnswers:
                 return  # all is answered, by jobs that took this one to be dead
 
     def _answer_window(self, taken: Range, window: Sequence[Conversation]) -> None:
-        with RecordFile(self._locate_part(taken.number), self._identity, taken.lease.confirm) as part:
-            refused = self._answer(window, part)
+        part = RecordFile(self._locate_part(taken.number), self._identity, taken.lease.confirm)
+        refused = self._answer(window, part)
         taken.finish({"refused": [list(each) for each in refused]})
 
     def _make_queue(self, windows: Windows) -> RangeQueue:

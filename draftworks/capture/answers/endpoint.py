@@ -11,10 +11,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any
 
-import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from draftworks.capture.answers.dialogue import Answerer, Dialogue
@@ -26,12 +26,11 @@ from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.sglang.client import CONNECT_TIMEOUT_S
+from draftworks.storage.http_call import HttpClient
 
-MAX_QUOTED_CHARACTERS = 500
-"""Maximum number of characters of a server's message that an error message quotes."""
 PATH = "/chat/completions"
-_RETRYABLE = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.CONFLICT, httpx.codes.TOO_MANY_REQUESTS)
-_PERMANENT = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
+_RETRYABLE = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS)
+_PERMANENT = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,15 @@ class ChatClient:
 
     def __init__(self, base_url: str, timeout_s: float, api_key: str | None = None) -> None:
         self.url = base_url
-        self._timeout_s = timeout_s
-        self._key = api_key
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(timeout=timeout, limits=httpx.Limits(max_connections=None), headers=headers)
+        self._http = HttpClient(
+            base_url,
+            timeout_s,
+            {} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            connect_s=CONNECT_TIMEOUT_S,
+            name=self._where,
+            setting="endpoint.timeout_s",
+            hidden={api_key: "***"} if api_key else {},
+        )
 
     def __enter__(self) -> ChatClient:
         return self
@@ -90,47 +93,27 @@ class ChatClient:
             EngineError: no connection, no answer in time, too busy, an error of the server, or an answer of another
                 form.
         """
-        response = self._send(body)
-        status = response.status_code
+        answer = self._http.call("POST", PATH, body)
+        status = answer.status
         if status in _PERMANENT:
             raise ConfigError(
-                f"{self._where} refused access ({status}): {self._format_body(response)}. Check base_urls, model and "
+                f"{self._where} refused access ({status}): {answer.quoted}. Check base_urls, model and "
                 "api_key_env of responses.endpoint"
             )
-        if response.is_client_error and status not in _RETRYABLE:
-            raise CaptureError(f"{self._where} refused a request ({status}): {self._format_body(response)}")
-        if not response.is_success:
-            raise EngineError(f"{self._where} failed ({status}): {self._format_body(response)}")
+        if 400 <= status < 500 and status not in _RETRYABLE:
+            raise CaptureError(f"{self._where} refused a request ({status}): {answer.quoted}")
+        if not answer.is_success:
+            raise EngineError(f"{self._where} failed ({status}): {answer.quoted}")
         try:
-            return _parse_completion(response.json())
+            return _parse_completion(answer.parse())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(
-                f"{self._where}: expected a chat completion, found {self._format_body(response)} "
-                f"({type(error).__name__})"
+                f"{self._where}: expected a chat completion, found {answer.quoted} ({type(error).__name__})"
             ) from error
 
     @property
     def _where(self) -> str:
         return f"the endpoint {self.url}"
-
-    def _send(self, body: Mapping[str, Any]) -> httpx.Response:
-        if self._http.is_closed:
-            raise EngineError(f"{self._where} cannot be used any more: its client was closed")
-        try:
-            return self._http.post(f"{self.url}{PATH}", json=body)
-        except httpx.TimeoutException as error:
-            raise EngineError(
-                f"{self._where} did not answer within {self._timeout_s:g} s (endpoint.timeout_s)"
-            ) from error
-        except httpx.HTTPError as error:
-            reason = self._redact_key(f"{type(error).__name__}: {error}")
-            raise EngineError(f"{self._where} cannot be reached: {reason}") from None
-
-    def _format_body(self, response: httpx.Response) -> str:
-        return self._redact_key(response.text)[:MAX_QUOTED_CHARACTERS]
-
-    def _redact_key(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
 
 
 def _parse_completion(body: dict[str, Any]) -> Completion:

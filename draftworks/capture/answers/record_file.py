@@ -10,16 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from draftworks.errors import StoreError
-from draftworks.storage.files import parse_json, publish_file, publish_json
+from draftworks.storage.event_log import Line, append_lines, read_lines, write_lines
+from draftworks.storage.files import parse_json, publish_json
 
-_SEAL = b', "checksum": "%b"}\n'
+_SEAL = b', "checksum": "%b"}'
 _SEAL_LENGTH = len(_SEAL % (b"0" * 16))
 
 
@@ -79,21 +78,8 @@ class RecordFile:
         self._offsets: dict[str, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._add_missing_checksums(dict(identity))
-        self._file = path.open("a+b")
-        try:
-            end = self._scan(dict(identity))
-        except StoreError:
-            self._file.close()
-            raise
-        self._file.truncate(end)
-        if end == 0:
+        if not self._scan(dict(identity)):
             self._append([make_header(identity)])
-
-    def __enter__(self) -> RecordFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -102,11 +88,10 @@ class RecordFile:
         return record_id in self._offsets
 
     def __getitem__(self, record_id: str) -> dict[str, Any]:
-        self._file.seek(self._offsets[record_id])
-        line = self._file.readline()
-        if not is_intact(line):
+        line = next(read_lines(self._path, self._offsets[record_id]), None)
+        if line is None or not is_intact(line.content):
             raise StoreError(f"{self._path}: the record {record_id} was changed while it was in use. Run again")
-        return unseal(json.loads(line))
+        return unseal(json.loads(line.content))
 
     @property
     def ids(self) -> list[str]:
@@ -140,54 +125,36 @@ class RecordFile:
         return len(copied)
 
     def _append(self, records: Iterable[Mapping[str, Any]]) -> list[int]:
-        starts = []
         self._confirm()
-        self._file.seek(0, os.SEEK_END)
-        for record in records:
-            starts.append(self._file.tell())
-            self._file.write(seal(record))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return starts
+        return append_lines(self._path, map(seal, records))
 
-    def _scan(self, identity: dict[str, Any]) -> int:
-        """Index the intact records and return the byte offset of the end of the last whole line."""
-        self._file.seek(0)
-        end = 0
-        for number, line in enumerate(self._file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            record = self._parse(line, number)
-            if end == 0 and record.get("identity") != identity:
+    def _scan(self, identity: dict[str, Any]) -> bool:
+        """Index the intact records; return whether the file has its first line."""
+        number = 0
+        for number, line in enumerate(_read_lines(self._path), start=1):
+            record = self._parse(line.content, number)
+            if number == 1 and record.get("identity") != identity:
                 raise StoreError(
                     f"{self._path} was created with other settings: expected {identity}, found "
                     f"{record.get('identity')}. Remove it, or write to another folder."
                 )
-            if end and is_intact(line):
-                self._offsets[record["id"]] = end
-            elif end:
+            if number > 1 and is_intact(line.content):
+                self._offsets[record["id"]] = line.start
+            elif number > 1:
                 log.warning(
                     "%s, line %d: the record does not match its checksum, and is generated again", self._path, number
                 )
-            end += len(line)
-        return end
+        return number > 0
 
     def _add_missing_checksums(self, identity: dict[str, Any]) -> None:
         """Add checksums to the records of a file without any. Raise StoreError if a whole line is not a record."""
-        if not self._path.exists():
+        first = next(_read_lines(self._path), None)
+        if first is None or is_sealed_file(first.content) or self._parse(first.content, 1).get("identity") != identity:
             return
-        with self._path.open("rb") as stream:
-            first = stream.readline()
-            if not first.endswith(b"\n") or is_sealed_file(first) or self._parse(first, 1).get("identity") != identity:
-                return
-            records = 0
-            with publish_file(self._path) as staging, staging.open("wb") as file:
-                file.write(seal(make_header(identity)))
-                for number, line in enumerate(stream, start=2):
-                    if line.endswith(b"\n"):
-                        file.write(seal(self._parse(line, number)))
-                        records = number - 1
-        log.info("%s: checksums were added to its %d records, which an earlier version wrote", self._path, records)
+        lines = _read_lines(self._path, len(first.content) + 1)
+        records = [seal(self._parse(line.content, number)) for number, line in enumerate(lines, start=2)]
+        write_lines(self._path, [seal(make_header(identity)), *records])
+        log.info("%s: checksums were added to its %d records, which an earlier version wrote", self._path, len(records))
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         return _parse_record(line, self._path, number)
@@ -199,7 +166,7 @@ def read_record_ids(path: Path, identity: Mapping[str, Any]) -> set[str]:
     Raises:
         StoreError: the file was created with another identity, or one of its whole lines is not a record.
     """
-    return {record["id"] for record in _read_intact_records(path, identity)} if path.exists() else set()
+    return {record["id"] for record in _read_intact_records(path, identity)}
 
 
 def _parse_record(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -228,17 +195,21 @@ def _make_damage_error(path: Path, number: int, problem: str) -> StoreError:
 
 def _read_intact_records(path: Path, identity: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the whole, unchanged records of a file that another run is writing, or that has no checksums yet."""
-    with path.open("rb") as stream:
-        first = stream.readline()
-        if not first.endswith(b"\n"):
-            return
-        found = _parse_record(first, path, 1).get("identity")
-        if found != identity:
-            raise StoreError(f"{path} was created with other settings: expected {identity}, found {found}")
-        has_checksums = is_sealed_file(first)
-        for number, line in enumerate(stream, start=2):
-            if line.endswith(b"\n") and (is_intact(line) or not has_checksums):
-                yield unseal(_parse_record(line, path, number))
+    has_checksums = True
+    for number, line in enumerate(_read_lines(path), start=1):
+        if number == 1:
+            found = _parse_record(line.content, path, 1).get("identity")
+            if found != identity:
+                raise StoreError(f"{path} was created with other settings: expected {identity}, found {found}")
+            has_checksums = is_sealed_file(line.content)
+        elif is_intact(line.content) or not has_checksums:
+            yield unseal(_parse_record(line.content, path, number))
+
+
+def _read_lines(path: Path, cursor: int = 0) -> Iterator[Line]:
+    """Yield the whole lines of a file; none without a file."""
+    if path.exists():
+        yield from read_lines(path, cursor)
 
 
 def _read_noted_sizes(path: Path) -> dict[str, int]:

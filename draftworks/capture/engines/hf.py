@@ -6,7 +6,7 @@ A tap is therefore a pre-hook on layer k, and no states of the other layers are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -58,12 +58,7 @@ class HFTargetEngine(TargetEngine):
         padded = self._pad(sequences)
         with self._tap(taps) as streams:
             streams["last"] = self.model.base_model(**padded, use_cache=False).last_hidden_state  # (B, S, H)
-        lengths = [len(ids) for ids in sequences]
-        # (B, S, H) to (length, H) for each sequence
-        return [
-            {name: stream[index, :length].to("cpu", copy=True) for name, stream in streams.items()}
-            for index, length in enumerate(lengths)
-        ]
+        return split_on_host(streams, [len(ids) for ids in sequences])
 
     @torch.inference_mode()
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -154,6 +149,26 @@ def load_hf_engine(
     require_loaded(target, model, loading)
     model = model.eval().requires_grad_(False).to(device)
     return HFTargetEngine(model, make_engine_identity(capture), target.context)
+
+
+def split_on_host(streams: Mapping[str, Tensor], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Return the streams (B, S, H) of each sequence in the host's memory, (length, H) each.
+
+    From a GPU they come in pinned memory, stream by stream, with one wait for all: piece by piece into pageable memory took
+    twice the time of the forward pass (docs/gpu.md). The pieces of a stream share its memory, padding included.
+    """
+    if not all(stream.is_cuda for stream in streams.values()):
+        return [
+            {name: stream[index, :length].to("cpu", copy=True) for name, stream in streams.items()}
+            for index, length in enumerate(lengths)
+        ]
+    hosts = {
+        name: torch.empty(stream.shape, dtype=stream.dtype, pin_memory=True).copy_(stream, non_blocking=True)
+        for name, stream in streams.items()
+    }
+    for device in {stream.device for stream in streams.values()}:
+        torch.cuda.current_stream(device).synchronize()
+    return [{name: host[index, :length] for name, host in hosts.items()} for index, length in enumerate(lengths)]
 
 
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from draftworks.errors import DraftworksError
 from draftworks.preflight.installation import deployment_probes, machine_probes
 from draftworks.preflight.installation.deployment_probes import probe_dagster
 from draftworks.preflight.installation.machine_probes import Line, Probe, probe_versions, run_probes
+from draftworks.storage.http_call import HttpClient, NoAnswerError
 from draftworks.storage.words import mask_secrets
 from draftworks.targets.registry import Registry
 
@@ -88,9 +87,9 @@ def probe_ui_port(port: int, is_free: bool, host: str) -> Iterator[Line]:
         yield Line("ports", "ok", f"{port} is free for the UI")
         return
     try:
-        with urllib.request.urlopen(f"http://{host}:{port}/server_info", timeout=2.0) as answer:
-            is_dagster = b"dagster" in answer.read(4096)
-    except (OSError, ValueError, urllib.error.URLError):
+        with HttpClient(f"http://{host}:{port}", timeout_s=2.0) as http:
+            is_dagster = "dagster" in http.call("GET", "/server_info").text
+    except NoAnswerError:
         is_dagster = False
     if is_dagster:
         yield Line("ports", "ok", f"Dagster's UI serves at {host}:{port}")

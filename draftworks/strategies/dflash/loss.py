@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import LossSums, chunked_loss, cross_entropy, find_argmax
+from draftworks.drafts.logit_losses import LossSums, as_logits, chunked_loss, find_argmax, score_labels
 from draftworks.drafts.objectives import LossSettings
 from draftworks.strategies.dflash.options import DFlashOptions
 
@@ -76,10 +76,8 @@ def block_cross_entropy(blocks: TaughtBlocks, head: Tensor, settings: LossSettin
     weigh = choose_weighting(settings.options)
 
     def formula(chunk: BlockChunk, states: Tensor) -> LossSums:
-        logits = at_least_float32(F.linear(states, head))  # (l, V)
-        correct = is_argmax(logits, chunk.labels)  # (l,)
-        ce = cross_entropy(logits, chunk.labels)  # (l,)
-        sums = {"acc_corrects": chunk.sum(correct), "loss_sums": chunk.sum(ce)}
+        ce, hits = score_labels(as_logits(F.linear(states, head)), chunk.labels)  # (l,) each, of logits (l, V)
+        sums = {"acc_corrects": chunk.sum(hits), "loss_sums": chunk.sum(ce)}
         return LossSums(torch.dot(chunk.label_weights(weigh, ce), ce), sums)
 
     return blocks.sum_chunks(formula, [blocks.proposing], settings)
@@ -145,10 +143,6 @@ def sum_prefix_lengths(hits: Tensor, label_mask: Tensor) -> Tensor:
     A label that does not count neither ends a prefix, as in SpecForge, nor lengthens it.
     """
     return ((hits | ~label_mask).cumprod(1) * hits).sum()[None]
-
-
-def at_least_float32(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def choose_place_weighting(options: DFlashOptions) -> LabelWeighting:

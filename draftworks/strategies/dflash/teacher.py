@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from draftworks.config.decoding import Decoding
 from draftworks.drafts.acceptance import find_served_targets, measure_acceptance, name_served_sums
-from draftworks.drafts.logit_losses import compare_labels, cross_entropy
-from draftworks.drafts.objectives import LossSettings, soften
+from draftworks.drafts.logit_losses import SoftLabels, at_least_float32, compare_labels, cross_entropy
+from draftworks.drafts.objectives import LossSettings
 from draftworks.strategies.dflash.loss import BlockChunk
 
 JUDGED = ("acceptance_sums", "tau_sums")
@@ -25,11 +25,11 @@ class Teacher(NamedTuple):
     last: Tensor
     head: Tensor
 
-    def compute_distributions(self, positions: Tensor, dtype: torch.dtype, temperature: float = 1.0) -> Tensor:
-        """Return softmax(logits / temperature) of the target, (l, V), at the positions (l,); once at equal positions."""
+    def teach(self, positions: Tensor, temperature: float = 1.0) -> SoftLabels:
+        """Return the target's distributions at the positions (l,); its logits are made once at equal positions."""
         positions, which = positions.unique(return_inverse=True)
         # The same operation as for the draft's logits: where both agree, their difference is 0 and not rounding.
-        return soften(self._compute_logits(positions, dtype), temperature).softmax(-1).index_select(0, which)
+        return SoftLabels(self._compute_logits(positions), which, temperature)
 
     def measure_acceptance(self, positions: Tensor, logits: Tensor, served: Sequence[Decoding]) -> Tensor | None:
         """Return how likely a draft's tokens of logits (l, V) are accepted by each decoding, (d, l); None without one.
@@ -40,11 +40,11 @@ class Teacher(NamedTuple):
         if not served:
             return None
         positions, which = positions.unique(return_inverse=True)
-        targets = find_served_targets(self._compute_logits(positions, logits.dtype), served)
-        return measure_acceptance(logits, targets.index_select(1, which), served)
+        targets = find_served_targets(at_least_float32(self._compute_logits(positions)), served)
+        return measure_acceptance(at_least_float32(logits), targets.index_select(1, which), served)
 
-    def _compute_logits(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.linear(self.last[positions].to(self.head.dtype), self.head).to(dtype)
+    def _compute_logits(self, positions: Tensor) -> Tensor:
+        return F.linear(self.last[positions].to(self.head.dtype), self.head)
 
 
 class JudgedLabels(NamedTuple):
@@ -59,11 +59,13 @@ class JudgedLabels(NamedTuple):
         return (1 - self.distance.detach()).clamp(0, 1)
 
 
-def judge_labels(logits: Tensor, labels: Tensor, q: Tensor, settings: LossSettings) -> JudgedLabels:
-    """Return how labels (l,) fare under logits (…, l, V) whose teacher is q (l, V) at the temperature of the settings."""
+def judge_labels(logits: Tensor, labels: Tensor, soft: SoftLabels, settings: LossSettings) -> JudgedLabels:
+    """Return how labels (l,) fare under logits (…, l, V), which at a temperature other than 1 are read twice."""
     labels = labels.expand(logits.shape[:-1])
-    ce, distance = compare_labels(soften(logits, settings.temperature), labels, q)
-    return JudgedLabels(ce if settings.temperature == 1 else cross_entropy(logits, labels), distance)
+    if settings.temperature == 1:
+        return JudgedLabels(*compare_labels(logits, labels, soft))
+    distance = compare_labels(at_least_float32(logits) / settings.temperature, labels, soft).distance
+    return JudgedLabels(cross_entropy(logits, labels), distance)
 
 
 def sum_judged(

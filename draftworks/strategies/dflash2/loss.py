@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import LossSums, find_largest, log_probs_at
+from draftworks.drafts.logit_losses import LossSums, as_logits, find_largest, log_probs_at
 from draftworks.drafts.objectives import LossSettings
-from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, at_least_float32, choose_weighting
+from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, choose_weighting
 
 
 def dflash2_cross_entropies(
@@ -42,7 +42,7 @@ def dflash2_cross_entropies(
     alpha = options.selector_loss_alpha
 
     def formula(chunk: BlockChunk, states: Tensor, contexts: Tensor, successors: Tensor) -> LossSums:
-        logits = at_least_float32(F.linear(states, head))  # (l, V)
+        logits = as_logits(F.linear(states, head))  # (l, V)
         served = find_largest(logits, options.selector_top_k)
         taught = teach_candidates(served, chunk.labels)
         log_probs = log_probs_at(logits, torch.cat([chunk.labels[:, None], taught.ids], dim=1))

@@ -35,10 +35,10 @@ from torch.nn import functional as F
 
 from draftworks.drafts.attention import DraftAttention, KeyValue, Window
 from draftworks.drafts.layers import Rotation, seeded_linear, uninitialized_linear
-from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.logit_losses import LossSums, at_least_float32
 from draftworks.drafts.objectives import LossSettings
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies.dflash.loss import TaughtBlocks, at_least_float32
+from draftworks.strategies.dflash.loss import TaughtBlocks
 from draftworks.strategies.dflash.model import (
     BlockDraft,
     BlockStates,

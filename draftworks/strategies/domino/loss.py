@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import LossSums, cross_entropy
+from draftworks.drafts.logit_losses import LossSums, as_logits, score_labels
 from draftworks.drafts.objectives import LossSettings
-from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, at_least_float32, choose_weighting, is_argmax
+from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, choose_weighting, is_argmax
 
 
 def domino_cross_entropy(
@@ -33,11 +33,12 @@ def domino_cross_entropy(
 
     def formula(chunk: BlockChunk, states: Tensor, bottlenecks: Tensor, projection: Tensor) -> LossSums:
         base = F.linear(states, head)  # (l, V)
-        logits = at_least_float32(base.addmm(bottlenecks, projection.T))  # (l, V)
-        hits, base_hits = (is_argmax(each, chunk.labels) for each in (logits, base))  # (l,)
-        cost = ce = cross_entropy(logits, chunk.labels)  # (l,)
+        ce, hits = score_labels(as_logits(base.addmm(bottlenecks, projection.T)), chunk.labels)  # (l,) each
         if share > 0:
-            cost = (1 - share) * ce + share * cross_entropy(at_least_float32(base), chunk.labels)
+            base_ce, base_hits = score_labels(as_logits(base), chunk.labels)
+            cost = (1 - share) * ce + share * base_ce
+        else:
+            cost, base_hits = ce, is_argmax(base, chunk.labels)
         sums = {
             "acc_corrects": chunk.sum(hits),
             "loss_sums": chunk.sum(ce),

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.logit_losses import LossSums, as_logits
 from draftworks.drafts.objectives import LossSettings
-from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, at_least_float32, choose_weighting, is_argmax
+from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, choose_weighting, is_argmax
 from draftworks.strategies.dflash.teacher import JUDGED, Teacher, judge_labels, sum_judged
 
 
@@ -58,11 +58,10 @@ def dspark_losses(
             positions: Tensor,
             projection: Tensor,
         ) -> LossSums:
-            logits = at_least_float32(F.linear(states, head).addmm(narrow, projection.T))  # (l, V)
+            logits = as_logits(F.linear(states, head).addmm(narrow, projection.T))  # (l, V)
             hits = is_argmax(logits, chunk.labels)
             served = teacher.measure_acceptance(positions, logits, settings.served)
-            q = teacher.compute_distributions(positions, logits.dtype, settings.temperature)  # (l, V)
-            judged = judge_labels(logits, chunk.labels, q, settings)
+            judged = judge_labels(logits, chunk.labels, teacher.teach(positions, settings.temperature), settings)
             a = judged.acceptance
             cost, errors = options.ce_weight * judged.ce + distance_weight * judged.distance, {}
             if confidences is not None:

@@ -20,9 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import LossSums, chunked_loss, find_largest, log_probs_at
+from draftworks.drafts.logit_losses import (
+    LossSums,
+    as_logits,
+    at_least_float32,
+    chunked_loss,
+    find_largest,
+    log_probs_at,
+)
 from draftworks.drafts.objectives import LossSettings
-from draftworks.strategies.dflash.loss import TaughtBlocks, at_least_float32, choose_weighting, sum_prefix_lengths
+from draftworks.strategies.dflash.loss import TaughtBlocks, choose_weighting, sum_prefix_lengths
 from draftworks.strategies.lilicorr.lattice import Candidates, LatticeScores
 from draftworks.strategies.lilicorr.options import LiLiCorrOptions
 
@@ -60,7 +67,7 @@ def lilicorr_losses(
     def formula(
         chunk: LatticeChunk, states: Tensor, context: Tensor, has_context: Tensor, last: Tensor, *parameters: Tensor
     ) -> LossSums:
-        logits = at_least_float32(F.linear(states, head))  # (n, k, V)
+        logits = as_logits(F.linear(states, head))  # (n, k, V)
         best = find_largest(logits, options.candidate_topk)  # (n, k, K)
         log_probs = log_probs_at(logits, torch.cat([chunk.labels[..., None], best], dim=-1))  # (n, k, 1 + K)
         ce, candidates = -log_probs[..., 0], Candidates(best, log_probs[..., 1:])

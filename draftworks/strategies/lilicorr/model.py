@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.logit_losses import LossSums, at_least_float32
 from draftworks.drafts.objectives import LossSettings
-from draftworks.strategies.dflash.loss import TaughtBlocks, at_least_float32
+from draftworks.strategies.dflash.loss import TaughtBlocks
 from draftworks.strategies.dflash.model import BlockDraft, BlockStates, ChooseTokens, DFlashDraft
 from draftworks.strategies.lilicorr.lattice import Candidates, Lattice, LatticeScores, find_candidates
 from draftworks.strategies.lilicorr.loss import lilicorr_losses

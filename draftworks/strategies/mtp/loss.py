@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import LossSums, chunked_loss, cross_entropy, find_argmax
+from draftworks.drafts.logit_losses import LossSums, as_logits, chunked_loss, score_labels
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at a time; at least MIN_CHUNK_LABELS labels."""
@@ -47,17 +47,13 @@ def next_token_losses(
     numbers = steps.repeat_interleave(torch.tensor([len(each) for each in labels], device=states.device))  # (L,)
 
     def formula(chunk: LabelChunk, states: Tensor) -> LossSums:
-        logits = F.linear(states, head).to(wide)  # (n, V)
-        correct = find_argmax(logits) == chunk.labels
-        ce = cross_entropy(logits, chunk.labels)  # (n,)
+        ce, hits = score_labels(as_logits(F.linear(states, head)), chunk.labels)  # (n,) each, of logits (n, V)
 
         def by_step(values: Tensor) -> Tensor:
             sums = torch.zeros(len(weights), dtype=torch.float64, device=values.device)
             return sums.index_add_(0, chunk.steps, values.detach().double())
 
-        return LossSums(
-            torch.dot(weights[chunk.steps], ce), {"loss_sums": by_step(ce), "acc_corrects": by_step(correct)}
-        )
+        return LossSums(torch.dot(weights[chunk.steps], ce), {"loss_sums": by_step(ce), "acc_corrects": by_step(hits)})
 
     return chunked_loss(formula, _split(torch.cat(list(labels)), numbers, len(head)), [states])
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.logit_losses import LossSums
+from draftworks.drafts.logit_losses import LossSums, as_logits
 from draftworks.drafts.objectives import LossSettings
-from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, at_least_float32, choose_weighting, is_argmax
+from draftworks.strategies.dflash.loss import BlockChunk, TaughtBlocks, choose_weighting, is_argmax
 from draftworks.strategies.dflash.teacher import JUDGED, JudgedLabels, Teacher, judge_labels, sum_judged
 
 
@@ -58,17 +58,17 @@ def xpress_losses(
             chunk: BlockChunk, states: Tensor, narrow: Tensor, positions: Tensor, projection: Tensor
         ) -> LossSums:
             base = F.linear(states, head)[None]  # (1, l, V)
-            logits = at_least_float32(F.linear(narrow.transpose(0, 1).contiguous(), projection).add_(base))  # (P, l, V)
-            base = at_least_float32(base)
+            logits = as_logits(F.linear(narrow.transpose(0, 1).contiguous(), projection).add_(base))  # (P, l, V)
+            base = as_logits(base)
             hits, base_hits = (is_argmax(each[0], chunk.labels) for each in (logits, base))  # (l,)
             served = teacher.measure_acceptance(positions, logits[0], settings.served)
-            q = teacher.compute_distributions(positions, base.dtype, settings.temperature)  # (l, V)
-            judged = judge_labels(logits, chunk.labels, q, settings)
+            soft = teacher.teach(positions, settings.temperature)
+            judged = judge_labels(logits, chunk.labels, soft, settings)
             loss, *rounds = weighted(chunk, judged).unbind()
             if rounds:
                 loss = loss + options.consistency_weight * torch.stack(rounds).mean()
             if options.base_weight > 0:
-                of_base = weighted(chunk, judge_labels(base, chunk.labels, q, settings))
+                of_base = weighted(chunk, judge_labels(base, chunk.labels, soft, settings))
                 loss = loss + options.base_weight * of_base.sum()
             sums = {
                 "acc_corrects": chunk.sum(hits),

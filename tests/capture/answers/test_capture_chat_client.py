@@ -82,7 +82,7 @@ def test_a_connection_that_is_lost_or_never_made_is_told():
         complete(Reply(0, None))
     with (
         ChatClient("http://127.0.0.1:9/v1", 5, KEY) as client,
-        pytest.raises(EngineError, match="127.0.0.1:9/v1 cannot"),
+        pytest.raises(EngineError, match="127.0.0.1:9/v1.*cannot be reached"),
     ):
         client.complete({})
 
@@ -95,7 +95,7 @@ def test_an_answer_that_takes_too_long_is_told():
         return make_answer()
 
     with json_server(slow) as url, ChatClient(f"{url}/v1", 0.05) as client:
-        with pytest.raises(EngineError, match=r"did not answer within 0.05 s \(endpoint.timeout_s\)"):
+        with pytest.raises(EngineError, match=r"no answer within 0.05 s \(endpoint.timeout_s\)"):
             client.complete({})
         late.set()
 

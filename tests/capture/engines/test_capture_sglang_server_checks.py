@@ -125,7 +125,7 @@ def test_all_differences_are_told_at_once(tmp_path: Path):
 def test_an_unreachable_url_is_told(tmp_path: Path):
     server = {"url": "http://127.0.0.1:9", "spool": str(tmp_path)}
     capture = CaptureSpec(backend="sglang_server", compute_dtype="float32", server=server)
-    with pytest.raises(EngineError, match="http://127.0.0.1:9 cannot be reached"):
+    with pytest.raises(EngineError, match="http://127.0.0.1:9: /server_info: cannot be reached"):
         load_engine(TARGET, capture, torch.device("cpu"), EnginePlace(tmp_path, ()))
 
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import EngineError
-from draftworks.production.scrape import MetricSample, parse_metrics
+from draftworks.sglang.counters import MetricSample, parse_metrics
 
 NAMES = st.from_regex(r"[a-z_:][a-z0-9_:]{0,8}", fullmatch=True)
-LABELS = st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True), st.text(max_size=8), max_size=3)
+LABELS = st.dictionaries(st.from_regex(r"_?[a-z][a-z0-9_]{0,5}", fullmatch=True), st.text(max_size=8), max_size=3)
 VALUES = st.one_of(st.integers(0, 2**53).map(float), st.floats(allow_nan=False))
 
 
