@@ -5,17 +5,23 @@ import sys
 import time
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 FIRST, EACH_SECOND, ALL = 400, 25, 1600
-corpus = Path(__file__).parents[2] / "models" / "tiny" / "corpus.parquet"
-rows = [{"messages": row["messages"][:2], "task": row["task"]} for row in pq.read_table(corpus).to_pylist()[:ALL]]
-path = Path(sys.argv[1])
-path.parent.mkdir(parents=True, exist_ok=True)
-if not path.exists():
+CORPUS = Path(__file__).parents[2] / "models" / "tiny" / "corpus.parquet"
+
+
+def grow(path: Path) -> None:
+    """Write the file unless it is there already."""
+    import pyarrow.parquet as pq
+
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as log:
-        for number, row in enumerate(rows, start=1):
-            log.write(json.dumps(row) + "\n")
+        for number, row in enumerate(pq.read_table(CORPUS).to_pylist()[:ALL], start=1):
+            log.write(json.dumps({"messages": row["messages"][:2], "task": row["task"]}) + "\n")
             if number >= FIRST and number % EACH_SECOND == 0:
                 log.flush()
                 time.sleep(1)
+
+
+grow(Path(sys.argv[1]))
