@@ -14,6 +14,7 @@ from draftworks.config.launchers import LauncherSpec
 from draftworks.config.registry_files import CaptureSpec, DatasetSpec, TargetSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
 from draftworks.data.sources import digest_dataset
+from draftworks.planning.identities import Results
 from draftworks.preflight.examine import TARGET_CHECKS
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
@@ -23,7 +24,6 @@ from draftworks.storage.object_store import ObjectStore
 from draftworks.storage.publication import Publication
 from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
-from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import digest_training_data
 from draftworks.targets.weights import WEIGHT_CHECKS
 
@@ -59,9 +59,13 @@ class Workspace(dg.ConfigurableResource):
         """Folder of the verdicts of `examine_before_run`; keys are content."""
         return self.var / TARGET_CHECKS
 
+    @cached_property
+    def results(self) -> Results:
+        return Results(self.registry, self.artifacts, self.digests)
+
     def resolve_target_files(self, target: str) -> TargetFiles:
         """Return files, digests and shape of a target as they are now."""
-        return resolve_target(self.registry.load_target(target), self.registry, self.digests)
+        return self.results.resolve_target_files(target)
 
     def resolve_launcher(self, target: str, program: str) -> LauncherSpec:
         """Return the launcher settings of one program's jobs for a target."""

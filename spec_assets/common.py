@@ -21,7 +21,7 @@ from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.files import explain_full_disk
 from draftworks.storage.names import of_strategy
 from draftworks.storage.words import format_count
-from draftworks.targets.registry import HELDOUT, Registry
+from draftworks.targets.registry import Registry
 from resources.companions import Companion
 from resources.dead_runs import end_with_run_process
 from resources.job_claims import CLAIM, end_abandoned_job
@@ -161,11 +161,6 @@ def require_target(context: dg.AssetExecutionContext, workspace: Workspace) -> T
     if reason is not None:
         raise NothingToDo(reason)
     return target
-
-
-def list_eval_names(target: TargetSpec) -> list[str]:
-    """Return `heldout` and the names of the target's other eval sets."""
-    return [HELDOUT, *target.evals]
 
 
 def require_draft(workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> Artifact:

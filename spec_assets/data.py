@@ -1,35 +1,39 @@
 """Data assets: from conversations to supervised tokens and the vocabulary mapping. Only the target's answers need a
 launched program; everything else is done in the step."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
-from draftworks.config.registry_files import ResponseSpec, TargetSpec
-from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
 from draftworks.data.growing_files import write_head
 from draftworks.errors import ConfigError
-from draftworks.preflight.compatibility import resolve_draft_vocab_size
+from draftworks.planning.identities import (
+    TRAIN,
+    Conversations,
+    identify_answers,
+    identify_tokens,
+    identify_vocab_mapping,
+)
 from draftworks.preflight.gates import describe_coverage, is_low
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.names import (
     CONVERSATIONS,
     DATASET,
+    HELDOUT,
     HELDOUT_RESPONSES,
     RECIPE,
     RESPONSES,
     TARGET_MODEL,
     TOKENIZED_TRAIN,
 )
-from draftworks.storage.records import AnswersIdentity
+from draftworks.targets.shared_needs import resolve_draft_vocab_size
 from draftworks.targets.training_data import (
     identify_conversations,
     load_slice_plan,
     load_training_datasets,
-    make_answers_identity,
-    make_greedy_settings,
 )
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -92,8 +96,9 @@ def responses(
     """Training conversations as the target itself would answer them, token by token; or as they are, where so
     configured."""
     spec = workspace.registry.load_target(context.partition_key)
-    source = Conversations(workspace.artifacts.load_current(CONVERSATIONS, spec.name), "train", spec.dataset)
-    artifact = answer_conversations(context, workspace, launcher, source, spec.responses)
+    artifact = answer_conversations(
+        context, workspace, launcher, Conversations.load(workspace.results, spec, HELDOUT, TRAIN)
+    )
     check = check_answers_finished(artifact, RESPONSES, spec)
     metadata = {"mode": spec.responses.mode, **select_figures(artifact), **describe_rejections(artifact)}
     return report_result(context, artifact, metadata, [check])
@@ -116,8 +121,8 @@ def heldout_responses(
 ) -> dg.MaterializeResult:
     """The held-out conversations, answered greedily by the target: what every draft is measured on."""
     spec = workspace.registry.load_target(context.partition_key)
-    source = Conversations(workspace.artifacts.load_current(CONVERSATIONS, spec.name), "heldout", spec.dataset)
-    artifact = answer_conversations(context, workspace, launcher, source, choose_greedy_settings(spec, source))
+    source = Conversations.load(workspace.results, spec, HELDOUT, HELDOUT)
+    artifact = answer_conversations(context, workspace, launcher, source)
     checks = [judge(artifact, HELDOUT_RESPONSES, spec) for judge in (check_supervised_share, check_answers_finished)]
     return report_result(context, artifact, {**select_figures(artifact), **describe_rejections(artifact)}, checks)
 
@@ -141,7 +146,7 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
         count_by = None if spec.mix is None else next(iter(spec.mix.shares), None)
         return _to_build_result(keep_supervised_rows(source.path / TOKENS_FOLDER, out, count_by))
 
-    artifact = obtain_result(context, workspace, {"responses": source.data_version}, build)
+    artifact = obtain_result(context, workspace, identify_tokens(source), build)
     metadata = {
         "dagster/row_count": artifact.summary["samples"],
         **select_figures(artifact),
@@ -168,27 +173,9 @@ def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
 
         return _to_build_result(map_vocabulary(tokens.path, files, size, out, heldout.path / TOKENS_FOLDER))
 
-    identity = {"tokens": tokens.data_version, "draft_vocab_size": size, "vocab_size": files.vocab_size}
-    artifact = obtain_result(context, workspace, {**identity, "heldout": heldout.data_version}, build)
+    artifact = obtain_result(context, workspace, identify_vocab_mapping(workspace.results, spec), build)
     (context.log.warning if is_low(artifact) else context.log.info)(describe_coverage(artifact))
     return report_result(context, artifact, select_figures(artifact))
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """One part of a prepared set of conversations; `name` is used in messages."""
-
-    prepared: Artifact
-    part: str
-    name: str
-
-    @property
-    def folder(self) -> Path:
-        return self.prepared.path / self.part
-
-    @property
-    def kind(self) -> str:
-        return self.prepared.summary["kind"]
 
 
 def answer_conversations(
@@ -196,12 +183,11 @@ def answer_conversations(
     workspace: Workspace,
     launcher: TorchLauncher,
     source: Conversations,
-    responses: ResponseSpec,
 ) -> Artifact:
     """Return conversations with answers, tokenized. Answers are the target's, or those of the data set in mode
     passthrough."""
     spec = workspace.registry.load_target(context.partition_key)
-    files = workspace.resolve_target_files(spec.name)
+    files, responses = workspace.resolve_target_files(spec.name), source.choose_settings(spec)
     generated, remote = responses.mode == "regenerate", responses.endpoint is not None
     if generated and source.kind == "tokens":
         raise ConfigError(
@@ -239,22 +225,6 @@ def answer_conversations(
 
     build = regenerate if generated else pass_through
     return obtain_result(context, workspace, identify_answers(spec, files, source, responses).to_json(), build)
-
-
-def identify_answers(
-    spec: TargetSpec, files: TargetFiles, source: Conversations, responses: ResponseSpec
-) -> AnswersIdentity:
-    """Return the identity of a set of answered conversations."""
-    return make_answers_identity(spec, files, source.prepared.data_version, source.part, responses)
-
-
-def choose_greedy_settings(target: TargetSpec, source: Conversations) -> ResponseSpec:
-    """Return the settings for answers of eval sets: greedy, by the engine of capture, with the `thinking` of the
-    training data.
-
-    Data that is tokenized already is passed through, since it has no prompts.
-    """
-    return make_greedy_settings(target, source.kind)
 
 
 def check_supervised_share(artifact: Artifact, asset_name: str, target: TargetSpec) -> dg.AssetCheckResult:

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 from pydantic import Field
 
-from draftworks.config.draft_options import read_draft_config
-from draftworks.config.registry_files import TargetSpec, TrainingSpec
-from draftworks.config.run_files import VOCAB_FILE, FeatureSet, StoreSpec, StreamPlace, TargetFiles, TrainRun
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import FeatureSet, StoreSpec, StreamPlace, TrainRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.data.rejected import KEPT_REASONS, RejectedSample, read_rejected, write_rejected
 from draftworks.errors import ConfigError, StoreError
+from draftworks.planning.draft_inputs import DraftInputs
+from draftworks.planning.identities import read_draft_inputs
 from draftworks.preflight.compatibility import check_start_from
 from draftworks.preflight.gates import require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.identity import digest
-from draftworks.storage.names import TOKENIZED_TRAIN, TRAINING_FEATURES, VOCAB_MAPPING, of_strategy
-from draftworks.storage.records import DraftIdentity, EvalData, choose_name, read_names
-from draftworks.targets.registry import HELDOUT, apply_overrides
-from draftworks.targets.training_data import identify_arrival
+from draftworks.storage.names import of_strategy
+from draftworks.storage.records import choose_name, read_names
+from draftworks.targets.registry import apply_overrides
 from resources.workspace import Workspace
-from spec_assets.evals import locate_feature_set, read_eval_data
-from spec_assets.features import require_features, select_stream_versions
 from spec_assets.metadata import format_table
 
 
@@ -52,51 +49,6 @@ class DraftConfig(dg.Config):
     )
 
 
-@dataclass(frozen=True)
-class DraftInputs:
-    """Resolved inputs of a draft.
-
-    Attributes:
-        feature_versions: content versions of the streams that this strategy reads, by name, as in `heldout_data`. A
-            tap that only another strategy reads is not included, so it does not cause a new training.
-        arrival: see `DraftIdentity`.
-    """
-
-    files: TargetFiles
-    options: dict[str, Any]
-    training: TrainingSpec
-    train_tokens: Artifact
-    train_features: Artifact
-    heldout: FeatureSet
-    feature_versions: dict[str, str]
-    heldout_data: EvalData
-    vocab_mapping: Artifact | None
-    start_from: Path | None
-    arrival: Mapping[str, Any] | None = None
-
-    def to_identity(self, strategy: StrategySpec) -> DraftIdentity:
-        options = strategy.parse_options(self.options, where=f"options of {strategy.name}")
-        return DraftIdentity(
-            strategy=strategy.name,
-            options=strategy.identify_options(options, self.files.hidden_size, self.files.num_heads),
-            start_from=None if self.start_from is None else read_draft_config(self.start_from).weights_digest,
-            training=self.training.to_identity(strategy.batch_means(options)),
-            target=self.files.digest,
-            tokens=self.train_tokens.data_version,
-            features=digest(self.feature_versions),
-            vocab_mapping=None if self.vocab_mapping is None else self.vocab_mapping.data_version,
-            heldout=self.heldout_data,
-            arrival=self.arrival,
-        )
-
-    def locate_vocab_file(self) -> Path | None:
-        """Return the vocabulary mapping's file: that of the draft to start from, if there is one, since its head was
-        made for it."""
-        if self.vocab_mapping is None:
-            return None
-        return (self.start_from or self.vocab_mapping.path) / VOCAB_FILE
-
-
 def resolve_draft_inputs(
     workspace: Workspace, strategy: StrategySpec, target: TargetSpec, config: DraftConfig
 ) -> DraftInputs:
@@ -107,32 +59,14 @@ def resolve_draft_inputs(
         StoreError: an asset does not exist yet.
         Fp8GateClosed: the features are to be in fp8, and the comparison that this needs has not passed.
     """
-    entry = target.strategies[strategy.name]
-    chosen = apply_overrides(target.name, strategy, entry, config.options, config.training)
-    artifacts: ArtifactStore = workspace.artifacts
-    files = workspace.resolve_target_files(target.name)
+    chosen = apply_overrides(target.name, strategy, target.strategies[strategy.name], config.options, config.training)
+    files, tuned = workspace.resolve_target_files(target.name), None
     require_passed_fp8_gate(workspace.artifacts, target, files.digest, [strategy.name])
-    options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
-    streams = strategy.list_features(files.num_layers, options)
-    train_features = require_features(workspace, TRAINING_FEATURES, target.name)
-    start_from = None if entry.start_from is None else workspace.registry.resolve_path(entry.start_from)
     if config.start_from:
-        start_from = locate_tuned_draft(artifacts, target.name, strategy.name, config.start_from)
-        where = f"target {target.name}: {strategy.name}: start_from"
-        check_start_from(start_from, strategy, options, files, where)
-    return DraftInputs(
-        files=files,
-        options=chosen.options,
-        training=chosen.training,
-        train_tokens=artifacts.load_current(TOKENIZED_TRAIN, target.name),
-        train_features=train_features,
-        feature_versions=select_stream_versions(train_features, streams),
-        heldout=locate_feature_set(workspace, target.name, HELDOUT),
-        heldout_data=read_eval_data(workspace, target.name, HELDOUT, streams),
-        vocab_mapping=artifacts.load_current(VOCAB_MAPPING, target.name) if strategy.uses_vocab_mapping else None,
-        start_from=start_from,
-        arrival=identify_arrival(target, workspace.registry),
-    )
+        tuned = locate_tuned_draft(workspace.artifacts, target.name, strategy.name, config.start_from)
+        options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
+        check_start_from(tuned, strategy, options, files, f"target {target.name}: {strategy.name}: start_from")
+    return read_draft_inputs(workspace.results, strategy, target, chosen, tuned)
 
 
 def locate_tuned_draft(artifacts: ArtifactStore, target: str, strategy: str, draft: str) -> Path:

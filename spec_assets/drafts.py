@@ -15,6 +15,8 @@ from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.strategy_metrics import describe_rates, describe_strategy_metrics, format_rates_by_position
 from draftworks.fleet.staleness import OVERRIDES
+from draftworks.planning.draft_inputs import DraftInputs
+from draftworks.planning.identities import DRAFT_CODE_VERSION
 from draftworks.storage.artifacts import Artifact, BuildResult, Claim
 from draftworks.storage.names import (
     HELDOUT_FEATURES,
@@ -44,7 +46,6 @@ from spec_assets.common import (
 )
 from spec_assets.draft_inputs import (
     DraftConfig,
-    DraftInputs,
     build_train_run,
     describe_left_out,
     resolve_draft_inputs,
@@ -61,8 +62,6 @@ from spec_assets.draft_streams import (
     remove_streams,
 )
 from spec_assets.metadata import embed_picture, format_bytes, format_table, select_acceptance, shorten_path
-
-DRAFT_CODE_VERSION = "2"
 
 
 @dataclass(frozen=True)

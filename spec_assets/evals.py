@@ -3,23 +3,21 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
-from draftworks.config.registry_files import CaptureSpec, TargetSpec
-from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, CaptureRun, FeatureSet, StoreSpec, TargetFiles
+from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, CaptureRun, StoreSpec
 from draftworks.errors import DataError
-from draftworks.evaluation.eval_cache import CacheEntry, EvalCache, EvalConfig
-from draftworks.preflight.compatibility import collect_taps
+from draftworks.evaluation.eval_cache import CacheEntry, EvalCache
+from draftworks.planning.identities import Conversations, EvalSubject, locate_cache_entry
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.files import publish_json, remove
-from draftworks.storage.identity import digest
 from draftworks.storage.names import RECIPE, TARGET_MODEL, EvalSetAssets, of_eval_set
-from draftworks.storage.records import AnswersIdentity, EvalData, EvalFeaturesIdentity
+from draftworks.storage.records import AnswersIdentity, EvalFeaturesIdentity
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import identify_eval_set
 from resources.job_claims import CLAIM
@@ -29,19 +27,15 @@ from spec_assets.common import asset, obtain_result, read_partition, report_chec
 from spec_assets.data import (
     FINISHED,
     FINISHED_MEANS,
-    Conversations,
     answer_conversations,
     check_answers_finished,
     check_supervised_share,
-    choose_greedy_settings,
 )
 from spec_assets.features import (
     VERIFIED,
     VERIFIED_MEANS,
     describe_features,
     judge_verification,
-    require_features,
-    select_stream_versions,
 )
 from spec_assets.metadata import describe_lineage, describe_rejections, select_figures
 from spec_assets.workers import launch_workers
@@ -101,10 +95,8 @@ def _make_responses_asset(name: str) -> dg.AssetsDefinition:
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
         target = require_target(context, workspace)
-        source = Conversations(
-            workspace.artifacts.load_current(of_eval_set(name).conversations, target.name), EVAL_PART, name
-        )
-        artifact = answer_conversations(context, workspace, launcher, source, choose_greedy_settings(target, source))
+        source = Conversations.load(workspace.results, target, name, EVAL_PART)
+        artifact = answer_conversations(context, workspace, launcher, source)
         check = check_supervised_share(artifact, of_eval_set(name).responses, target)
         if not check.passed:
             raise DataError(f"eval set {name}: {check.description}")
@@ -142,10 +134,11 @@ def make_eval_features_asset(name: str) -> dg.AssetsDefinition:
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
         target = require_target(context, workspace)
-        subject = EvalSubject.of(workspace, target, name)
+        subject = EvalSubject.of(workspace.results, target, name)
+        cached = CachedFeatures(workspace, subject)
 
         def build(out: Path) -> BuildResult:
-            result = _to_build_result(subject.obtain_entry(context, launcher, out))
+            result = _to_build_result(cached.obtain_entry(context, launcher, out))
             clear(out)  # the cache has what it needs
             return result
 
@@ -154,7 +147,7 @@ def make_eval_features_asset(name: str) -> dg.AssetsDefinition:
             workspace,
             subject.identity.to_json(),
             build,
-            still_good=lambda _: subject.is_cached(subject.inputs),
+            still_good=lambda _: cached.is_cached(subject.inputs),
         )
         return report_result(context, artifact, {**describe_features(artifact), **_describe_cache(workspace, artifact)})
 
@@ -178,67 +171,21 @@ def make_eval_features_check(name: str) -> dg.AssetChecksDefinition:
 
 
 @dataclass(frozen=True)
-class EvalSubject:
-    """One eval set of one target: what its features are made from, and the key under which they are cached."""
+class CachedFeatures:
+    """The features of an eval set in the cache and in the store, or their capture."""
 
     workspace: Workspace
-    target: TargetSpec
-    files: TargetFiles
-    responses: Artifact
-    taps: tuple[int, ...]
-
-    @classmethod
-    def of(cls, workspace: Workspace, target: TargetSpec, name: str) -> "EvalSubject":
-        files = workspace.resolve_target_files(target.name)
-        responses = workspace.artifacts.load_current(of_eval_set(name).responses, target.name)
-        return cls(workspace, target, files, responses, tuple(collect_taps(target, files.num_layers)))
-
-    @property
-    def tokens(self) -> Path:
-        return self.responses.path / TOKENS_FOLDER
-
-    @property
-    def config(self) -> EvalConfig:
-        """The cache key. Its paths are relative, so that a moved checkout keeps its cache; `inputs` has the content."""
-        return EvalConfig(
-            eval_data_path=f"{self.responses.asset}/{self.target.name}",
-            target_model_path=self.target.model,
-            target_revision=self.target.revision,
-            tokenizer_path=self.target.tokenizer or self.target.model,
-            chat_template=self.target.chat_template or "",
-            aux_hidden_state_layer_ids=self.taps,
-            max_len=self.target.max_length,
-            cache_dir=self.workspace.var,
-        )
-
-    @property
-    def inputs(self) -> dict[str, str]:
-        """Content digests by name; a cache entry that was made from other content is replaced."""
-        return {
-            "eval_data": self.responses.data_version,
-            "target": self.files.digest,
-            "tokenizer": self.files.tokenizer_digest,
-            "capture": digest(self.capture.to_identity()),
-        }
-
-    @property
-    def capture(self) -> CaptureSpec:
-        """Settings of the capture. Eval features are never encoded: drafts are compared on what the target computed."""
-        return self.target.capture.as_plain()
-
-    @property
-    def identity(self) -> EvalFeaturesIdentity:
-        return EvalFeaturesIdentity(eval_cache_key=self.config.cache_key, **self.inputs)
+    subject: EvalSubject
 
     @property
     def store(self) -> StoreSpec:
-        return self.workspace.locate_feature_store(self.files)
+        return self.workspace.locate_feature_store(self.subject.files)
 
     def is_cached(self, inputs: Mapping[str, str] | None = None) -> bool:
         """Whether the cache has an entry (of these inputs, if given) whose features are all in the store."""
         from draftworks.features.presence import holds_feature_set
 
-        known = EvalCache.for_config(self.config).try_get(self.config, inputs)
+        known = EvalCache.for_config(self.subject.config).try_get(self.subject.config, inputs)
         return known is not None and holds_feature_set(self.store, known)
 
     def obtain_entry(self, context: dg.AssetExecutionContext, launcher: TorchLauncher, out: Path) -> CacheEntry:
@@ -248,20 +195,21 @@ class EvalSubject:
             out: the folder in which the capture describes its features. It has the same name in each run, unlike the
                 cache's own folder of an unfinished entry, so that the job of a run that was killed is found again.
         """
-        config, store = self.config, self.store
+        subject, store = self.subject, self.store
+        config = subject.config
         cache = EvalCache.for_config(config)
         if not self.is_cached() and cache.invalidate(config):
             context.log.warning("some cached features are missing in the store: capturing them again")
 
         def produce(entry: Path) -> None:
-            capture = self.capture
+            capture = subject.capture
             if not (out / CLAIM).exists():
                 clear(out)  # of an attempt that left no job
             run = CaptureRun(
                 out=out,
-                target=self.files,
-                tokens=self.tokens,
-                taps=list(self.taps),
+                target=subject.files,
+                tokens=subject.responses.path / TOKENS_FOLDER,
+                taps=list(subject.taps),
                 capture=capture,
                 store=store,
                 sglang=self.workspace.sglang,
@@ -275,7 +223,7 @@ class EvalSubject:
                     shutil.copy(file, entry)
             publish_json(entry / CAPTURE_REPORT, job.report)
 
-        entry = cache.get_or_produce(config, produce, self.inputs)
+        entry = cache.get_or_produce(config, produce, subject.inputs)
         if entry.rebuilt_because:
             context.log.warning(f"the cached features were made again: {entry.rebuilt_because}")
         return entry
@@ -284,17 +232,6 @@ class EvalSubject:
 def clear(folder: Path) -> None:
     for each in folder.iterdir():
         remove(each)
-
-
-def locate_feature_set(workspace: Workspace, target: str, name: str) -> FeatureSet:
-    """Return the paths of an eval set's tokens and cached features, for a run file.
-
-    Raises:
-        StoreError: not materialized yet, or for other weights.
-    """
-    responses = workspace.artifacts.load_current(of_eval_set(name).responses, target)
-    features = require_features(workspace, of_eval_set(name).features, target)
-    return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_locate_entry(workspace, features))
 
 
 def read_answers_identity(workspace: Workspace, target: str, name: str) -> AnswersIdentity:
@@ -306,17 +243,6 @@ def read_answers_identity(workspace: Workspace, target: str, name: str) -> Answe
     return AnswersIdentity.of(workspace.artifacts.load_current(of_eval_set(name).responses, target))
 
 
-def read_eval_data(workspace: Workspace, target: str, name: str, streams: Iterable[str]) -> EvalData:
-    """Return the content versions of an eval set as it is now.
-
-    Raises:
-        StoreError: not materialized yet or for other weights, or a stream was not captured.
-    """
-    responses = workspace.artifacts.load_current(of_eval_set(name).responses, target)
-    features = require_features(workspace, of_eval_set(name).features, target)
-    return EvalData(responses.data_version, select_stream_versions(features, streams))
-
-
 def _to_build_result(entry: CacheEntry) -> BuildResult:
     report = json.loads((entry.path / CAPTURE_REPORT).read_text())
     found = {
@@ -326,16 +252,14 @@ def _to_build_result(entry: CacheEntry) -> BuildResult:
     return BuildResult(data_version=entry.data_version, summary={**report, **found})
 
 
-def _locate_entry(workspace: Workspace, features: Artifact) -> Path:
-    return EvalCache(workspace.var).root / EvalFeaturesIdentity.of(features).eval_cache_key
-
-
 def _describe_cache(workspace: Workspace, artifact: Artifact) -> dict[str, Any]:
     reason = artifact.summary["rebuilt_because"]
     return {
         "eval_cache": "hit" if artifact.hit else artifact.summary["eval_cache"],
         "eval_cache_key": EvalFeaturesIdentity.of(artifact).eval_cache_key,
-        "eval_cache_path": dg.MetadataValue.path(_locate_entry(workspace, artifact).relative_to(workspace.var.parent)),
+        "eval_cache_path": dg.MetadataValue.path(
+            locate_cache_entry(workspace.results, artifact).relative_to(workspace.var.parent)
+        ),
         **({"rebuilt_because": reason} if reason and not artifact.hit else {}),
     }
 

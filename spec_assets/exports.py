@@ -6,14 +6,14 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.config.registry_files import ExportSettings
-from draftworks.config.run_files import ExportRun, TargetFiles
+from draftworks.config.run_files import ExportRun
 from draftworks.config.strategies import StrategySpec
-from draftworks.export.names import CARD, DRAFT_FOLDER, GATE_MEANINGS, READABLE
+from draftworks.export.names import DRAFT_FOLDER, GATE_MEANINGS, READABLE
+from draftworks.planning.identities import find_card, identify_export
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.identity import digest, file_digest
+from draftworks.storage.identity import digest
 from draftworks.storage.names import TARGET_MODEL, of_strategy
-from draftworks.storage.records import ExportIdentity, ReportIdentity
+from draftworks.storage.records import ExportIdentity
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
@@ -54,7 +54,7 @@ def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         draft = require_draft(workspace, strategy, target)
         files, settings = workspace.resolve_target_files(target.name), target.strategies[strategy.name].export
         check_export_gates(workspace, strategy, target)
-        card = find_card(workspace, strategy, draft)
+        card = find_card(workspace.results, strategy, draft)
 
         def build(out: Path) -> BuildResult:
             require_publishable(workspace)
@@ -83,28 +83,6 @@ def _publish_if_sound(
         context.log.warning(f"not published: the gates {', '.join(failed)} failed")
         return {}
     return publish_result(context, workspace, artifact)
-
-
-def find_card(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Path | None:
-    """Return the path of the draft's model card; None if the newest report is of another draft."""
-    report = workspace.artifacts.find(of_strategy(strategy.name).report, draft.target)
-    if report is None or ReportIdentity.of(report).draft_identity != draft.path.name:
-        return None
-    return report.path / CARD
-
-
-def identify_export(
-    strategy: StrategySpec, draft: Artifact, files: TargetFiles, settings: ExportSettings, card: Path | None
-) -> ExportIdentity:
-    """Return the identity of an export of `draft`."""
-    return ExportIdentity(
-        draft=draft.path.name,
-        weights=draft.data_version,
-        target=[files.digest, files.model, files.revision],
-        settings=settings.model_dump(),
-        formats=[spec.identity for spec in strategy.exports],
-        card=None if card is None else file_digest(card),
-    )
 
 
 def describe_export(artifact: Artifact) -> dict[str, Any]:

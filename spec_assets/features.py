@@ -1,17 +1,15 @@
 """Feature assets: hidden states of the target at all taps that its strategies need, in one content-addressed store."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import dagster as dg
 
 from draftworks.config.run_files import CaptureRun
-from draftworks.errors import StoreError
-from draftworks.preflight.compatibility import collect_taps
+from draftworks.planning.identities import PLANNED, identify_features
 from draftworks.preflight.gates import require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.names import RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, TRAINING_FEATURES
-from draftworks.storage.records import FeaturesIdentity, read_captured_weights
+from draftworks.targets.shared_needs import collect_taps
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, report_result
@@ -26,8 +24,6 @@ VERIFIED_MEANS = (
     "that were not compared). A capture that was interrupted equals the "
     "undisturbed one bit for bit with backend hf, and to rounding with another backend or where data was added later."
 )
-PLANNED = "planned"
-"""In the summary of a feature set whose features stream to the trainer."""
 VERIFICATIONS = ("rows_equal_tokens", "finite", "features_as_captured", "head_equals_logits")
 
 
@@ -49,7 +45,6 @@ def training_features(
     spec = workspace.registry.load_target(target)
     files = workspace.resolve_target_files(target)
     tokens = workspace.artifacts.load_current(TOKENIZED_TRAIN, target)
-    taps = collect_taps(spec, files.num_layers)
     store = workspace.locate_feature_store(files)
     require_passed_fp8_gate(workspace.artifacts, spec, files.digest, list(spec.strategies))
 
@@ -58,7 +53,7 @@ def training_features(
             out=out,
             target=files,
             tokens=tokens.path,
-            taps=taps,
+            taps=collect_taps(spec, files.num_layers),
             capture=spec.capture,
             store=store,
             sglang=workspace.sglang,
@@ -78,44 +73,10 @@ def training_features(
 
         return holds_feature_set(store, artifact.path)
 
-    identity = FeaturesIdentity(
-        tokens=tokens.data_version, target=files.digest, taps=taps, capture=spec.capture.to_identity()
-    )
+    identity = identify_features(workspace.results, spec)
     artifact = obtain_result(context, workspace, identity.to_json(), build, still_good=still_stored)
     check = judge_verification(artifact, check_name=VERIFIED, asset_key=TRAINING_FEATURES)
     return report_result(context, artifact, describe_features(artifact), [check])
-
-
-def require_features(workspace: Workspace, asset_name: str, target: str) -> Artifact:
-    """Return the newest features of an asset.
-
-    Raises:
-        StoreError: there are none, or they were captured from other weights than the target has now.
-    """
-    features, now = workspace.artifacts.load_current(asset_name, target), workspace.resolve_target_files(target).digest
-    weights = read_captured_weights(features)
-    if weights != now:
-        raise StoreError(
-            f"{asset_name} of target {target} was captured from other weights (digest {(weights or 'not known')[:12]}) than the target has now "
-            f"({now[:12]}). Capture it again: draftworks run prepare --target {target}"
-        )
-    return features
-
-
-def select_stream_versions(features: Artifact, names: Iterable[str]) -> dict[str, str]:
-    """Return the content versions of the streams that one strategy reads, by name.
-
-    Raises:
-        StoreError: a stream was not captured.
-    """
-    known = features.summary.get("stream_versions", {})
-    missing = [name for name in names if name not in known]
-    if missing:
-        raise StoreError(
-            f"{features.asset} of target {features.target}: expected the features {missing}, found {sorted(known)}. Set the "
-            "strategy's layer_ids in the registry, and materialize the features again: what is stored is not captured twice"
-        )
-    return {name: known[name] for name in names}
 
 
 def describe_features(artifact: Artifact) -> dict:

@@ -18,18 +18,18 @@ from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.model_card import CardSubject, model_card, strip_front_matter
 from draftworks.fleet.staleness import is_measured_on
+from draftworks.planning.identities import REPORT_CODE_VERSION, identify_report, list_eval_names, locate_feature_set
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.files import publish_file
-from draftworks.storage.identity import LastHidden, digest
+from draftworks.storage.identity import digest
 from draftworks.storage.names import EVALUATION_RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, of_eval_set, of_strategy
-from draftworks.storage.records import DraftIdentity, Limits, ReportIdentity
+from draftworks.storage.records import DraftIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
     asset,
     launch,
-    list_eval_names,
     obtain_result,
     publish_result,
     report_result,
@@ -37,11 +37,10 @@ from spec_assets.common import (
     require_publishable,
     require_target,
 )
-from spec_assets.evals import EvalUsers, depend_on_eval_sets, locate_feature_set, read_answers_identity, read_eval_data
+from spec_assets.evals import EvalUsers, depend_on_eval_sets, read_answers_identity
 from spec_assets.metadata import embed_picture, select_acceptance, tabulate_sampled
 
 GROUP = "reports"
-LAST = LastHidden().name
 
 
 def make_report_asset(strategy: StrategySpec, evals: EvalUsers) -> dg.AssetsDefinition:
@@ -59,7 +58,7 @@ def make_report_asset(strategy: StrategySpec, evals: EvalUsers) -> dg.AssetsDefi
         name=of_strategy(strategy.name).report,
         description=f"Acceptance of the {strategy.name} draft on every eval set, rung by rung, beside the same draft "
         "untrained and a bigram table.",
-        code_version="3",
+        code_version=REPORT_CODE_VERSION,
         deps=[TARGET_MODEL, EVALUATION_RECIPE, TOKENIZED_TRAIN, draft_name, *eval_assets],
         optional=True,
         program="evaluate",
@@ -121,26 +120,8 @@ class ReportSubject:
             train_tokens=workspace.artifacts.load_current(TOKENIZED_TRAIN, target.name),
         )
 
-    def list_streams(self, workspace: Workspace) -> list[str]:
-        """Return the names of the streams that are read: the draft's own, and `last` for label agreement."""
-        files, options = workspace.resolve_target_files(self.target.name), DraftIdentity.of(self.draft).options
-        typed = self.strategy.parse_options(options, where=f"options of {self.draft.path}")
-        return list(dict.fromkeys([*self.strategy.list_features(files.num_layers, typed), LAST]))
-
     def to_identity(self, workspace: Workspace) -> ReportIdentity:
-        streams = self.list_streams(workspace)
-        measured = {
-            name: read_eval_data(workspace, self.target.name, name, streams) for name in list_eval_names(self.target)
-        }
-        return ReportIdentity(
-            draft=self.draft.data_version,
-            draft_identity=self.draft.path.name,
-            heldout=measured.pop(HELDOUT),
-            evals=measured,
-            evaluation=self.target.evaluation.to_identity((self.strategy.name,)),
-            limits=read_limits(self.target),
-            bigram_tokens=self.train_tokens.data_version,
-        )
+        return identify_report(workspace.results, self.strategy, self.target, self.draft, self.train_tokens)
 
     def build_run(self, workspace: Workspace, name: str, out: Path) -> EvaluateRun:
         files, training = (
@@ -156,7 +137,7 @@ class ReportSubject:
             options=DraftIdentity.of(self.draft).options,
             draft=self.draft.path,
             train_tokens=self.train_tokens.path,
-            heldout=locate_feature_set(workspace, self.target.name, name),
+            heldout=locate_feature_set(workspace.results, self.target.name, name),
             eval_set=name,
             greedy_answers=answers.is_greedy_of(files.digest),
             answers=None if sampling is None else AnswersSampling(**sampling),
@@ -215,10 +196,6 @@ def _is_current(artifacts: ArtifactStore, target: TargetSpec, report: Artifact) 
         )
         for name, each in names.items()
     )
-
-
-def read_limits(target: TargetSpec) -> Limits:
-    return Limits(target.responses.max_new_tokens, target.max_length)
 
 
 def list_draft_changes(workspace: Workspace, draft: Artifact, target: TargetSpec) -> tuple[str, ...]:

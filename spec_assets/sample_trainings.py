@@ -14,14 +14,14 @@ from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.run_files import VOCAB_FILE, CaptureRun, EvaluateRun, FeatureSet, TargetFiles, TrainRun
 from draftworks.config.strategies import resolve_strategy
 from draftworks.config.trackers import TrackersSpec
-from draftworks.preflight.compatibility import collect_taps
+from draftworks.planning.identities import locate_feature_set, read_eval_data
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.names import HELDOUT_FEATURES, HELDOUT_RESPONSES, VOCAB_MAPPING
 from draftworks.targets.registry import HELDOUT
+from draftworks.targets.shared_needs import collect_taps
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import launch
-from spec_assets.evals import locate_feature_set, read_eval_data
 from spec_assets.workers import launch_workers
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class SampleTrainings:
             each.mkdir(parents=True, exist_ok=True)
         entry, strategy = self.target.strategies[name], resolve_strategy(name)
         store = self.workspace.locate_feature_store(self.files)
-        heldout = locate_feature_set(self.workspace, self.target.name, HELDOUT)
+        heldout = locate_feature_set(self.workspace.results, self.target.name, HELDOUT)
         training, start_from = self._choose_training(name, seed), entry.start_from
         start = None if start_from is None else self.workspace.registry.resolve_path(start_from)
         vocab = (start or self._load_vocab().path) / VOCAB_FILE if strategy.uses_vocab_mapping else None
@@ -148,7 +148,7 @@ class SampleTrainings:
         return {
             "options": options.to_identity(),
             "training": [each.to_identity(strategy.batch_means(options)) for each in trainings],
-            "heldout": read_eval_data(self.workspace, self.target.name, HELDOUT, streams).to_json(),
+            "heldout": read_eval_data(self.workspace.results, self.target.name, HELDOUT, streams).to_json(),
             "vocab_mapping": self._load_vocab().data_version if strategy.uses_vocab_mapping else None,
             "start_from": None if entry.start_from is None else str(entry.start_from),
         }

@@ -13,6 +13,7 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.errors import ConfigError
 from draftworks.evaluation.acceptance_length import NAME, count_own_token, format_change, format_length
 from draftworks.evaluation.report.summary import ReportSummary
+from draftworks.planning.identities import read_limits
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.identity import digest
 from draftworks.storage.names import EVALUATION_RECIPE, HELDOUT_RESPONSES, TARGET_MODEL, of_strategy
@@ -33,7 +34,6 @@ from spec_assets.common import (
 )
 from spec_assets.gates import yield_gated
 from spec_assets.metadata import format_table
-from spec_assets.reports import read_limits
 
 GROUP = "serving"
 AGREES_WITH_WALK = "agrees_with_walk"

@@ -83,13 +83,13 @@ def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: ProbeWorkspace, t
         return False  # its function must not be called to probe it
     check = next((found for name, found in INPUT_CHECKS.items() if name in names), None)
     try:
-        return _answer(definition, workspace, target) if check is None else check(workspace, target)
+        return ask_asset(definition, workspace, target) if check is None else check(workspace, target)
     except Exception as error:
         log.debug("%s is executed in a process of its own: %r", step.key, error)
         return False
 
 
-def _answer(definition: dg.AssetsDefinition, workspace: ProbeWorkspace, target: str) -> bool:
+def ask_asset(definition: dg.AssetsDefinition, workspace: ProbeWorkspace, target: str) -> bool:
     compute: Any = definition.op.compute_fn
     function = inspect.unwrap(compute.decorated_fn)
     context = SimpleNamespace(

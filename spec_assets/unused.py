@@ -14,9 +14,9 @@ import dagster as dg
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import StrategySpec, list_strategies, resolve_strategy
 from draftworks.errors import ConfigError
-from draftworks.preflight.compatibility import resolve_draft_vocab_size
 from draftworks.storage.names import FP8_GATE, THINKING_COMPARISON, VOCAB_MAPPING, of_eval_set, of_strategy
 from draftworks.targets.registry import HELDOUT, Registry
+from draftworks.targets.shared_needs import resolve_draft_vocab_size
 
 UNUSED = "unused"
 """Data version of the record of an unused asset, and the metadata key of its reason."""

@@ -164,14 +164,10 @@ class TrainedDraft:
     def made_from(self) -> DraftIdentity:
         return DraftIdentity.of(self.draft)
 
-    def changes(self, new_rows: bool = True) -> tuple[Change, ...]:
+    def changes(self) -> tuple[Change, ...]:
         """Return all changes since the training; empty if there is none. What cannot be compared is listed as not
-        known.
-
-        Args:
-            new_rows: rows that have come since a training in arrival order count; its draft is a hit all the same.
-        """
-        found = [*self._weights(), *self._data(), *self._recipe(), *(self._more_rows() if new_rows else ())]
+        known. Rows that have come since a training in arrival order are among them; its draft is a hit all the same."""
+        found = [*self._weights(), *self._data(), *self._recipe(), *self._more_rows()]
         return tuple({change.what: change for change in found}.values())
 
     def _weights(self) -> Iterator[Change]:

@@ -14,8 +14,8 @@ from draftworks.config.registry_files import TrainingSpec
 from draftworks.errors import ConfigError
 from draftworks.planning.data_sample import DataSample, sample_data
 from draftworks.planning.estimates import Estimate, Source
-from draftworks.planning.made_results import TRAIN, Found, find_answers, find_conversations, find_same_data, list_taps
-from draftworks.planning.subject import PlanSubject
+from draftworks.planning.identities import TRAIN
+from draftworks.planning.subject import Found, PlanSubject
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.identity import EngineIdentity, FeatureIdentity, LastHidden, LayerTap
 from draftworks.storage.names import HELDOUT_RESPONSES, RESPONSES, TRAINING_FEATURES, of_eval_set
@@ -81,7 +81,7 @@ def count_amounts(subject: PlanSubject) -> Mapping[str, Amount]:
 
 
 def _count_part(subject: PlanSubject, part: _Part) -> Amount:
-    found = find_answers(subject, part.asset, part.part, part.settings, part.eval_set)
+    found = subject.find_answers(part.asset, part.part, part.settings, part.eval_set)
     if found.exact is not None:
         return _count_answered(found)
     sample = _sample(subject, part.eval_set)
@@ -133,7 +133,7 @@ def _scale_earlier(
 ) -> Amount:
     """Return the amount by the tokens per sample of answers to other conversations of the target."""
     samples = max(float(earlier.summary["samples"]), 1.0)
-    related = find_same_data(subject, part.eval_set) is not None
+    related = subject.find_same_data(part.eval_set) is not None
     factor = _SAME_DATA if related else _OTHER_DATA
     tokens, generated = earlier.summary["tokens"] / samples, _count_generated(earlier) / samples
     limit = float(subject.target.max_length)
@@ -169,11 +169,11 @@ def _find_similar_answers(subject: PlanSubject, part: _Part) -> Artifact | None:
 
 
 def _count_conversations(subject: PlanSubject, part: _Part, sample: DataSample | None) -> Estimate:
-    prepared = find_conversations(subject, part.eval_set)
+    prepared = subject.find(of_eval_set(part.eval_set).conversations)
     if prepared is not None:
         key = "conversations" if part.part == EVAL_PART else part.part
         return Estimate.exactly(prepared.summary[key])
-    related = find_same_data(subject, part.eval_set)
+    related = subject.find_same_data(part.eval_set)
     if related is not None and {"rows", "rejected", "duplicates"} <= related.summary.keys():
         usable = related.summary["rows"] - sum(related.summary.get(reason, 0) for reason in _LEFT_OUT)
         return _choose(subject, part, Estimate.exactly(usable))
@@ -247,7 +247,7 @@ def _find_kind(subject: PlanSubject) -> str:
     dataset = subject.registry.load_dataset(subject.target.dataset)
     if dataset.format != "auto":
         return "tokens" if dataset.format == "tokens" else "conversations"
-    known = find_same_data(subject)
+    known = subject.find_same_data()
     return "conversations" if known is None else str(known.summary.get("kind", "conversations"))
 
 
@@ -263,7 +263,7 @@ def _sample(subject: PlanSubject, eval_set: str) -> DataSample | None:
 def count_token_bytes(subject: PlanSubject, capture: CaptureSpec) -> int:
     """Return the bytes that the features of one token take in a store: all taps of the target's drafts, and `last`."""
     identity = FeatureIdentity("", EngineIdentity(capture.engine), capture.dtype, capture.storage)
-    streams = [*(LayerTap(tap) for tap in list_taps(subject)), LastHidden()]
+    streams = [*(LayerTap(tap) for tap in subject.taps), LastHidden()]
     return sum(identity.count_bytes(stream, subject.shape.hidden_size) for stream in streams)
 
 

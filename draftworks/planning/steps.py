@@ -21,22 +21,9 @@ from draftworks.planning.amounts import (
     find_distinct_share,
 )
 from draftworks.planning.estimates import NOTHING, Estimate, Source
-from draftworks.planning.made_results import (
-    TRAIN,
-    Found,
-    find_draft,
-    find_eval_features,
-    find_export,
-    find_features,
-    find_gate,
-    find_planned_features,
-    find_report,
-    find_tokens,
-    list_taps,
-)
+from draftworks.planning.identities import TRAIN
 from draftworks.planning.rates import Program, ProgramRate, count_ranks, find_device, find_rate
-from draftworks.planning.subject import PlanSubject
-from draftworks.storage.artifacts import Artifact
+from draftworks.planning.subject import Found, PlanSubject
 from draftworks.storage.identity import digest
 from draftworks.storage.names import (
     FP8_GATE,
@@ -142,7 +129,7 @@ class StepPlanner:
         found = {
             of_eval_set(name).features: self.amounts[name].tokens * per_token
             for name in subject.eval_sets
-            if find_eval_features(subject, name, self.amounts[name].found) is None
+            if subject.find(of_eval_set(name).features) is None
         }
         if self.way != "streamed" and self._features.exact is None:
             share = divide(self._features.count_samples(self._train.samples.value), self._train.samples.value)
@@ -155,12 +142,18 @@ class StepPlanner:
         return total if self.way != "streamed" else total + self._hold_stream()
 
     @cached_property
-    def _features(self) -> Found:
-        return find_features(self.subject, self._tokens_result, self.capture)
+    def _own(self) -> PlanSubject:
+        """The subject with the settings of this way and of these trainings."""
+        target = self.subject.target
+        changed = {
+            name: entry.model_copy(update={"training": self.trainings.get(name, entry.training)})
+            for name, entry in target.strategies.items()
+        }
+        return self.subject.change(target.model_copy(update={"capture": self.capture, "strategies": changed}))
 
     @cached_property
-    def _tokens_result(self) -> Artifact | None:
-        return find_tokens(self.subject, self._train.found)
+    def _features(self) -> Found:
+        return self._own.find_features()
 
     @property
     def _train(self) -> Amount:
@@ -196,12 +189,12 @@ class StepPlanner:
 
     def _plan_eval_features(self, name: str) -> PlannedStep:
         amount, asset = self.amounts[name], of_eval_set(name).features
-        made = find_eval_features(self.subject, name, amount.found) is not None
+        made = self.subject.find(asset) is not None
         rate = self._find_rate("capture")
         plain = self.subject.target.capture.as_plain()
         return PlannedStep(
             asset=asset,
-            key=self._make_key(asset, [self._data_key(name), list_taps(self.subject), plain.to_identity()]),
+            key=self._make_key(asset, [self._data_key(name), self.subject.taps, plain.to_identity()]),
             tokens=amount.tokens,
             made_share=1.0 if made else 0.0,
             seconds=NOTHING if made else rate.estimate_seconds(amount.tokens),
@@ -216,7 +209,7 @@ class StepPlanner:
         made = not streamed and found.exact is not None
         share = 0.0 if streamed else divide(found.count_samples(amount.samples.value), amount.samples.value)
         work = NOTHING if streamed else amount.tokens * (1.0 - share)
-        key = [self._data_key(TRAIN), list_taps(self.subject), self.capture.to_identity(), streamed]
+        key = [self._data_key(TRAIN), self.subject.taps, self.capture.to_identity(), streamed]
         return PlannedStep(
             asset=TRAINING_FEATURES,
             key=self._make_key(TRAINING_FEATURES, key),
@@ -240,12 +233,13 @@ class StepPlanner:
         """Plan the comparison that fp8 needs: a plain capture of a sample, and trainings and reports with each seed."""
         gates, amount = self.subject.target.gates, self._train
         storage = self.capture.storage
-        made = gates.fp8_ungated or find_gate(self.subject, storage) is not None
+        made = gates.fp8_ungated or self._has_gate(storage)
         mean = count_mean_tokens(amount)
         sample = mean.times(amount.samples.cap(gates.fp8_samples))
         capture = self._find_rate("capture")
         seconds, source = capture.estimate_seconds(sample), capture.source
-        plain = find_features(self.subject, self._tokens_result, self.subject.target.capture.as_plain())
+        target = self.subject.target
+        plain = self.subject.change(target.model_copy(update={"capture": target.capture.as_plain()})).find_features()
         runs = 2 * gates.fp8_seeds
         for strategy in self.strategies:
             seconds += self._estimate_sample_training(strategy, gates.fp8_steps) * runs
@@ -262,6 +256,12 @@ class StepPlanner:
             if made or plain.exact
             else sample * count_token_bytes(self.subject, self.capture.as_plain()),
         )
+
+    def _has_gate(self, storage: str) -> bool:
+        """Whether plain features were compared with those of a storage for the target's weights, as trainings ask."""
+        files, found = self.subject.files, self.subject.list_results(FP8_GATE)
+        wanted = (None if files is None else files.digest, storage)
+        return any((each.identity.get("target"), each.identity.get("storage")) == wanted for each in found)
 
     def estimate_thinking_comparison(self) -> Estimate:
         """Return the seconds of `compare_thinking`: captures of three sets, and trainings and reports on them with each
@@ -284,9 +284,9 @@ class StepPlanner:
 
     def _plan_draft(self, strategy: str, leads: bool) -> Iterator[PlannedStep]:
         names, training = of_strategy(strategy), self.trainings[strategy]
-        found = None if self.anew else self._find_draft(strategy)
-        report = find_report(self.subject, strategy, found)
-        export = find_export(self.subject, strategy, found)
+        found, report, export = (
+            None if self.anew else self._own.find(each) for each in (names.draft, names.report, names.export)
+        )
         rate = self._find_rate("train", strategy)
         tokens = count_training_tokens(training, self._train, self._until)
         devices = self._count_ranks("train", strategy)
@@ -324,12 +324,6 @@ class StepPlanner:
             devices=1,
             source=rate.source,
         )
-
-    def _find_draft(self, strategy: str) -> Artifact | None:
-        """Return the draft of this training. Stored and streamed features of the same samples make the same draft."""
-        tokens, stored = self._tokens_result, self._features.exact
-        features = stored or find_planned_features(self.subject, tokens, self.capture)
-        return find_draft(self.subject, strategy, tokens, features)
 
     def _add_stream(self, step: PlannedStep, strategy: str, leads: bool) -> PlannedStep:
         """Return a training with its capture beside it. Drafts that share a stream follow that of the first."""

@@ -6,8 +6,7 @@ The checks run before any expensive work.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +26,7 @@ from draftworks.storage.words import shorten, suggest_or_list
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import read_text_config
 from draftworks.targets.safetensors_headers import explain_unprobable, read_quantization
+from draftworks.targets.shared_needs import name_target_in_errors, resolve_draft_vocab_size
 from draftworks.targets.weights import read_model_config, silence_transformers
 
 SGLANG_EAGLE3 = "sglang_eagle3"
@@ -87,12 +87,12 @@ def _is_sound(target: TargetSpec, name: str, files: TargetFiles, registry: Regis
     where = f"target {target.name}: strategies.{name}"
     options: StrategyOptions | None = None
     before = len(findings.errors)
-    with findings.collect_errors(), _name_target_in_errors(target):
+    with findings.collect_errors(), name_target_in_errors(target):
         options = strategy.parse_options(entry.options, where=name)
         strategy.taps(files.num_layers, options)
     sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
     if strategy.check is not None and options is not None:
-        with findings.collect_errors(), _name_target_in_errors(target):
+        with findings.collect_errors(), name_target_in_errors(target):
             strategy.check(options, sizes)
     size = getattr(options, "draft_vocab_size", None) if strategy.uses_vocab_mapping else None
     if options is not None and len(findings.errors) == before:
@@ -153,7 +153,7 @@ def _check_shared_stream(target: TargetSpec) -> None:
     """Raise ConfigError if strategies that are to follow one stream take different samples at a step."""
     if target.streaming is None or not target.streaming.share:
         return
-    with _name_target_in_errors(target):
+    with name_target_in_errors(target):
         require_one_schedule(
             [
                 StreamFollower(
@@ -176,17 +176,8 @@ def _check_served_taps(target: TargetSpec, files: TargetFiles, name: str, export
     options = resolve_strategy(name).parse_options(
         target.strategies[name].options, where=f"target {target.name}: {name}"
     )
-    with _name_target_in_errors(target):
+    with name_target_in_errors(target):
         to_eagle3_ids(resolve_strategy(name).taps(files.num_layers, options), read_architecture(files))
-
-
-@contextmanager
-def _name_target_in_errors(target: TargetSpec) -> Iterator[None]:
-    """Prefix a ConfigError raised inside with the target's name; a strategy's own error names only the strategy."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"target {target.name}: {error}") from error
 
 
 def _check_serving(target: TargetSpec) -> None:
@@ -252,41 +243,6 @@ def _list_inputs(strategy: StrategySpec, options: StrategyOptions, files: Target
         chosen = options.model_dump()["mask_token_id"]
         inputs["mask_token_id"] = files.vocab_size - 1 if chosen is None else chosen
     return inputs
-
-
-def collect_taps(target: TargetSpec, num_layers: int) -> list[int]:
-    """Return the hf_index of every tap that any strategy of the target needs, ascending and without duplicates.
-
-    Raises:
-        ConfigError: a strategy's taps lie outside the target or collide.
-    """
-    taps: set[int] = set()
-    for name, entry in target.strategies.items():
-        strategy = resolve_strategy(name)
-        options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
-        with _name_target_in_errors(target):
-            taps.update(tap.hf_index for tap in strategy.taps(num_layers, options))
-    return sorted(taps)
-
-
-def resolve_draft_vocab_size(target: TargetSpec) -> int | None:
-    """Return the size of the reduced vocabulary that the target's strategies share; None if none of them has one.
-
-    Raises:
-        ConfigError: two strategies of the target ask for different sizes.
-    """
-    sizes: dict[str, int] = {}
-    for name, entry in target.strategies.items():
-        strategy = resolve_strategy(name)
-        if strategy.uses_vocab_mapping:
-            options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
-            sizes[name] = options.draft_vocab_size
-    if len(set(sizes.values())) > 1:
-        raise ConfigError(
-            f"target {target.name}: strategies share one draft vocabulary, but ask for sizes {sizes}. "
-            "Set the same options.draft_vocab_size for all of them"
-        )
-    return next(iter(sizes.values()), None)
 
 
 _MODULES: dict[str, tuple[str, ...]] = {

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.service import LEAST_PROMPTS
 from draftworks.errors import DraftworksError
-from draftworks.preflight.compatibility import resolve_draft_vocab_size
 from draftworks.preflight.findings import Findings
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.names import FP8_GATE, VOCAB_MAPPING
 from draftworks.targets.registry import Registry
+from draftworks.targets.shared_needs import resolve_draft_vocab_size
 
 if TYPE_CHECKING:
     from draftworks.evaluation.ladder.relative_loss import RelativeLoss

@@ -15,13 +15,13 @@ from draftworks.config.decoding import list_server_rules
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import DraftworksError
-from draftworks.preflight.compatibility import collect_taps
 from draftworks.preflight.findings import Findings
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.names import TRAINING_FEATURES, of_strategy
 from draftworks.storage.records import DraftIdentity, FeaturesIdentity
 from draftworks.targets.registry import Registry
 from draftworks.targets.safetensors_headers import BITS, TensorHeader, read_model_headers
+from draftworks.targets.shared_needs import collect_taps
 
 MAX_LR, UNUSUAL_LR = 1.0, 0.03
 

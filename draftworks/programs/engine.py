@@ -14,11 +14,12 @@ import typer
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError, EngineError
-from draftworks.preflight.compatibility import check_requirements, collect_taps
+from draftworks.preflight.compatibility import check_requirements
 from draftworks.programs.start import CHECKOUT, LOOPBACK, report_error, require_free_port
 from draftworks.storage.identity import FileDigests, LayerTap
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
+from draftworks.targets.shared_needs import collect_taps
 
 if TYPE_CHECKING:
     from draftworks.sglang.server import SGLangServer  # it imports torch

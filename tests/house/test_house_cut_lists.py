@@ -23,7 +23,6 @@ SAYS_SO = {
     "draftworks/planning/rates.py": "measurements that are read, not shown",
     "draftworks/preflight/gates.py": "a digest",
     "draftworks/preflight/data_checks.py": "the begin of a text",
-    "draftworks/production/scrape.py": "the begin of a text",
     "draftworks/data/served/loading.py": "`files_not_listed` beside it",
     "draftworks/notifications/channels.py": "the last line",
     "draftworks/programs/retention.py": "the last line",

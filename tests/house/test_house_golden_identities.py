@@ -22,11 +22,11 @@ from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.evaluation.ladder.loop import LoopIdentity
+from draftworks.planning.identities import Conversations, identify_answers
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.identity import FeatureIdentity, FileDigests, LastHidden, LayerTap, digest, token_digest
 from draftworks.targets.registry import Registry, resolve_recipe
 from draftworks.targets.resolve import resolve_target
-from spec_assets.data import Conversations, identify_answers
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_identities.json").read_text())
 CAPTURES = {

@@ -8,7 +8,7 @@ from json_server import json_server
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
-from spec_assets.data import Conversations, choose_greedy_settings
+from draftworks.planning.identities import Conversations
 
 KEY = "sk-very-secret-1234"
 
@@ -40,5 +40,5 @@ def test_eval_sets_are_answered_greedily_by_the_engine_and_think_as_the_training
     class Prepared:
         summary = {"kind": "conversations"}
 
-    chosen = choose_greedy_settings(target, Conversations(Prepared(), "heldout", "chats"))
+    chosen = Conversations(Prepared(), "heldout", "chats").choose_settings(target)
     assert (chosen.endpoint, chosen.thinking, chosen.temperature, chosen.max_new_tokens) == (None, False, 0.0, 9)

@@ -12,11 +12,11 @@ import pytest
 from draftworks.config.registry_files import CaptureSpec, DataSpec, ResponseSpec, TargetSpec, TrainingSpec
 from draftworks.config.run_files import FeatureSet, TargetFiles
 from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.planning.draft_inputs import DraftInputs
+from draftworks.planning.identities import Conversations, identify_answers
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import EvalData
 from draftworks.targets.registry import Registry
-from spec_assets.data import Conversations, identify_answers
-from spec_assets.draft_inputs import DraftInputs
 
 TARGET = TargetSpec(name="t", model="m", dataset="d")
 SGLANG = CaptureSpec(backend="sglang")
@@ -32,12 +32,12 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "conversations": {"source": OTHER_SOURCE},
     "part": {"source": replace(SOURCE, part="heldout")},
     "answers": {"responses": ResponseSpec(seed=1)},
-    "length": {"spec": TARGET.model_copy(update={"max_length": 64})},
-    "turns": {"spec": TARGET.model_copy(update={"data": DataSpec(only_last_turn=True)})},
-    "dtype": {"spec": TARGET.model_copy(update={"capture": CaptureSpec(compute_dtype="float32")})},
-    "engine": {"spec": TARGET.model_copy(update={"capture": SGLANG})},
+    "length": {"target": TARGET.model_copy(update={"max_length": 64})},
+    "turns": {"target": TARGET.model_copy(update={"data": DataSpec(only_last_turn=True)})},
+    "dtype": {"target": TARGET.model_copy(update={"capture": CaptureSpec(compute_dtype="float32")})},
+    "engine": {"target": TARGET.model_copy(update={"capture": SGLANG})},
     "arguments of the engine": {
-        "spec": TARGET.model_copy(
+        "target": TARGET.model_copy(
             update={"capture": CaptureSpec(backend="sglang", server={"args": ["--quantization", "fp8"]})}
         )
     },
@@ -46,7 +46,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("change", ANSWERED)
 def test_whatever_decides_answers_is_part_of_their_identity(tiny_target: TargetFiles, change: str) -> None:
-    inputs = {"spec": TARGET, "files": tiny_target, "source": SOURCE, "responses": ResponseSpec()}
+    inputs = {"target": TARGET, "files": tiny_target, "source": SOURCE, "responses": ResponseSpec()}
     made = [identify_answers(**inputs), identify_answers(**{**inputs, **ANSWERED[change]})]
     if change == "arguments of the engine":
         made.append(identify_answers(**{**inputs, **ANSWERED["engine"]}))

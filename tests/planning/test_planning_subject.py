@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from planning_toys import PlannedTarget
 
-from draftworks.planning.made_results import list_taps
 from draftworks.storage.records import FeaturesIdentity
 from draftworks.targets.training_data import identify_conversations, make_answers_identity
 
@@ -23,12 +22,12 @@ def publish_features(target: PlannedTarget) -> None:
     spec, files, version = subject.target, subject.files, subject.find_data_version("heldout")
     assert files is not None
     prepared = identify_conversations(spec, version, files.vocab_size).to_json()
-    counts = {"rows": 1000, "rejected": 0, "duplicates": 0, "train": ANSWERED, "heldout": 10}
+    counts = {"kind": "conversations", "rows": 1000, "rejected": 0, "duplicates": 0, "train": ANSWERED, "heldout": 10}
     target.publish("conversations", prepared, "the first hundred", **counts)
     answered = make_answers_identity(spec, files, "the first hundred", "train", spec.responses)
     target.publish("responses", answered.to_json(), "answers", samples=ANSWERED, tokens=ANSWERED * 300)
     target.publish("tokenized_train", {"responses": "answers"}, "tokens", samples=ANSWERED)
-    captured = FeaturesIdentity("tokens", files.digest, list_taps(subject), spec.capture.to_identity())
+    captured = FeaturesIdentity("tokens", files.digest, subject.taps, spec.capture.to_identity())
     target.publish("training_features", captured.to_json(), "features", samples=ANSWERED, bytes=1)
 
 
