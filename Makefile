@@ -1,5 +1,6 @@
 # make demo   the main job for the target `tiny`, from conversations to a measured draft
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
+# make demo-arriving   the same with a file that grows: a draft is trained on its rows as they come
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need real libraries or servers of others
 # make test-changed   linter, types and the tests that are near what differs from SINCE=HEAD: before each commit
@@ -50,7 +51,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-changed test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu bench-gpu-session docs reference environments lint check clean
+.PHONY: demo demo-streamed demo-arriving ui test test-changed test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu bench-gpu-session docs reference environments lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -59,6 +60,11 @@ demo: $(VENV)/ready .dagster/ready
 
 demo-streamed: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target tiny --registry registry/examples/streamed
+
+demo-arriving: $(VENV)/ready .dagster/ready
+	$(BIN)/python registry/examples/arriving/grow.py var/arriving/rows.jsonl & grow=$$!; trap 'kill $$grow 2>/dev/null' EXIT; \
+	until test -s var/arriving/rows.jsonl; do sleep 0.2; done; \
+	$(BIN)/draftworks run everything --target tiny --registry registry/examples/arriving
 
 ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)

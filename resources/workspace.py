@@ -77,7 +77,7 @@ class Workspace(dg.ConfigurableResource):
 
     def read_training_data_version(self, target: TargetSpec) -> str:
         """Return the content digest of the data that a target's drafts are trained on, as it is now."""
-        if target.mix is None:
+        if target.mix is None and not target.arrives:
             return self.read_dataset_version(self.registry.load_dataset(target.dataset))
         return digest_training_data(target, self.registry, self.digests)
 

@@ -8,6 +8,7 @@ import dagster as dg
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
+from draftworks.data.growing_files import write_head
 from draftworks.errors import ConfigError
 from draftworks.planning.identities import (
     TRAIN,
@@ -62,6 +63,8 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
         from draftworks.data.prepare import prepare_conversations
 
         source = registry.load_dataset(target.dataset)
+        if target.streaming is not None and target.streaming.vocabulary_samples is not None:
+            source = write_head(source, registry.root, target.streaming.vocabulary_samples, out)
         return _to_build_result(prepare_conversations(source, target.data, registry.root, files, out))
 
     artifact = obtain_result(context, workspace, build)

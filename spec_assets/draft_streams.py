@@ -19,8 +19,9 @@ import dagster as dg
 
 from draftworks.config.features import StreamFollower, StreamingSpec, require_one_schedule
 from draftworks.config.registry_files import TargetSpec
-from draftworks.config.run_files import MemoryRun, ProduceRun, StoreSpec, StreamPlace
+from draftworks.config.run_files import ArrivalSource, MemoryRun, ProduceRun, StoreSpec, StreamPlace
 from draftworks.errors import ConfigError
+from draftworks.fleet.staleness import ARRIVED
 from draftworks.storage.files import publish_file, publish_json, read_json
 from draftworks.storage.identity import digest
 from draftworks.stream.control_wire import TOKEN_ENV, load_token
@@ -161,6 +162,8 @@ STREAM = "stream"
 """Key of the producers' figures in a draft's summary."""
 TOGETHER = "together"
 """Key in it of the strategies whose drafts were trained from the stream, each capture having served all of them."""
+ORDER = "order"
+"""Key in a draft's summary of the digest of what each step took, as `draftworks.programs.train` reports it."""
 TRAINER_WAITED = "waited_for_features_s"
 """Key of the trainer's own waiting in it, as `draftworks.programs.train` reports it."""
 
@@ -238,7 +241,7 @@ class DraftStream:
 def open_stream(
     context: dg.AssetExecutionContext, workspace: Workspace, target: TargetSpec, readers: Sequence[StreamReader]
 ) -> Iterator[DraftStream]:
-    """Context of trainings with their stream, if their features are only planned. The first reader is the step's own.
+    """Context of trainings with their stream, if their features are only planned or their samples still come. The first reader is the step's own.
 
     The stream's store and its database belong to these trainings. They stay after an interruption; `remove_streams`
     removes them.
@@ -247,7 +250,7 @@ def open_stream(
         ConfigError: the trainings take different samples at a step.
     """
     inputs = readers[0].inputs
-    if not is_planned(inputs):
+    if not is_planned(inputs) and not target.arrives:
         yield DraftStream()
         return
     digests = {each.name: each.digest for each in readers}
@@ -282,6 +285,7 @@ def open_stream(
         sglang=workspace.sglang,
         steps=max((each.steps for each in followers), key=lambda steps: steps.total_steps),
         stream=place,
+        source=make_source(folder / "rows", target, workspace) if settings.arrives else None,
     )
     python = workspace.find_python(capture)
     beside = make_companion(
@@ -289,6 +293,20 @@ def open_stream(
     )
     services = make_stream_services(context, workspace, database, run)
     yield DraftStream(place, (*services, beside), producers, plan)
+
+
+def make_source(rows: Path, target: TargetSpec, workspace: Workspace) -> ArrivalSource:
+    """Return the source of a training in arrival order, whose rows are written down in the folder `rows`."""
+    iterator = None if target.streaming is None else target.streaming.source
+    return ArrivalSource(
+        rows=rows,
+        root=workspace.registry.root,
+        dataset=workspace.registry.load_dataset(target.dataset) if iterator is None else None,
+        iterator=iterator,
+        responses=target.responses,
+        data=target.data,
+        max_length=target.max_length,
+    )
 
 
 def _count_all_in(database: Path, place: StreamPlace) -> None:
@@ -343,4 +361,6 @@ def describe_stream(summary: Mapping[str, Any]) -> dict[str, Any]:
         "producer_tokens_per_s": round(stream["captured_tokens"] / busy),
         "producer_waiting_share": round(stream["waited_s"] / max(stream["seconds"], 1e-9), 3),
         "trainer_waited_s": summary.get(TRAINER_WAITED),
+        **({} if ORDER not in summary else {ORDER: summary[ORDER]}),
+        **{f"source_{name}": count for name, count in summary.get(ARRIVED, {}).items()},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -174,9 +174,57 @@ class StreamStoreSpec(Spec):
     )
 
 
+class UntilSpec(Spec):
+    """Where a training in arrival order ends, and with it the course of its learning rate; exactly one of them."""
+
+    steps: int | None = Field(default=None, ge=1, description="After so many optimizer steps.")
+    samples: int | None = Field(
+        default=None, ge=1, description="After as many whole global batches of so many samples."
+    )
+    source: bool = Field(
+        default=False, description="With what the source has when the training begins, which is read to its end first."
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> UntilSpec:
+        given = sorted(self.model_dump(exclude_defaults=True))
+        if len(given) != 1:
+            raise ValueError(f"expected one of steps, samples or source, found {' and '.join(given) or 'none'}")
+        return self
+
+    def count_steps(self, global_batch_size: int) -> int | None:
+        """Return the optimizer steps; None where only the source says it. Raises ValueError if there is none."""
+        if self.samples is None:
+            return self.steps
+        if self.samples < global_batch_size:
+            raise ValueError(
+                f"streaming.until.samples: expected at least training.global_batch_size, {global_batch_size}, found "
+                f"{self.samples}"
+            )
+        return self.samples // global_batch_size
+
+
 class StreamingSpec(Spec):
     """How features stream from producers to a trainer."""
 
+    order: Literal["planned", "arrival"] = Field(
+        default="planned",
+        description="planned: the samples of a data set that is complete, in the order of a stored set. arrival: of rows that "
+        "still come, each once, as they come; needs `until`.",
+    )
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        description="arrival: name of an entry point of the group draftworks.sources that gives an iterator of rows; null: the "
+        "lines of the entry's `dataset`, whose files grow.",
+    )
+    until: UntilSpec | None = Field(default=None, description="arrival: where the training ends.")
+    vocabulary_samples: int | None = Field(
+        default=None,
+        ge=2,
+        description="arrival: the first so many rows of `dataset` are prepared before: draft vocabularies are counted on their "
+        "training part, and drafts measured on their held-out part. null, with a `source`: all rows.",
+    )
     watermark: WatermarkSpec = Field(default_factory=WatermarkSpec)
     keep: Literal["auto", "until_last_use", "capture_again"] = Field(
         default="auto",
@@ -186,7 +234,7 @@ class StreamingSpec(Spec):
     free_at: Literal["step", "checkpoint"] = Field(
         default="step",
         description="When features that nothing needs any more are freed. step holds less; after a crash, what the steps "
-        "since the last checkpoint used is captured again. checkpoint holds it until then.",
+        "since the last checkpoint used is captured again. checkpoint holds it until then, as arrival order always does.",
     )
     timeout_s: float = Field(default=1800.0, gt=0, description="How long the trainer waits for one sample's features.")
     lease_s: float = Field(
@@ -210,6 +258,40 @@ class StreamingSpec(Spec):
         description="Train the drafts of a run together from one stream, so that the target's forward pass is paid once. "
         "Their trainings need the same seed and global batch.",
     )
+
+    @property
+    def arrives(self) -> bool:
+        """Whether samples are trained in the order in which they come."""
+        return self.order == "arrival"
+
+    @model_validator(mode="after")
+    def _check_order(self) -> StreamingSpec:
+        given = [name for name in ("source", "until", "vocabulary_samples") if getattr(self, name) is not None]
+        if not self.arrives:
+            if given:
+                raise ValueError(f"{given[0]} has no effect on order planned: set order to arrival, or leave it out")
+            return self
+        if self.until is None:
+            raise ValueError(
+                "until: order arrival needs an end, which the learning rate follows: steps, samples or source"
+            )
+        if self.source is None and self.vocabulary_samples is None:
+            raise ValueError(
+                "vocabulary_samples: order arrival needs the number of rows that are prepared before, for draft vocabulary and "
+                "held-out part, as the data set grows"
+            )
+        if self.share:
+            raise ValueError("share: trainings in arrival order have a stream each: leave share out")
+        if self.store.kind != "shared_dir":
+            raise ValueError(f"store.kind {self.store.kind}: order arrival needs shared_dir, as its size is not known")
+        return self
+
+    def identify_arrival(self) -> dict[str, Any] | None:
+        """Return what decides the samples of a training in arrival order, beside the data set; None in planned order."""
+        if self.until is None or not self.arrives:
+            return None
+        until = self.until.model_dump(exclude_defaults=True)
+        return {"order": self.order, "until": until, "source": self.source, "rows": self.vocabulary_samples}
 
     def resolve_keep(self, nbytes: int, budget_gb: float) -> StreamingSpec:
         """Return the settings with `keep: auto` decided for features of `nbytes` bytes in all."""

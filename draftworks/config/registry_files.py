@@ -291,6 +291,32 @@ class TargetSpec(Spec):
         return self.revision is not None
 
     @model_validator(mode="after")
+    def _check_arrival(self) -> TargetSpec:
+        until = None if self.streaming is None else self.streaming.until
+        if until is None:
+            return self
+        if self.mix is not None:
+            raise ValueError("mix: a training in arrival order takes the rows of one source: leave mix out")
+        if self.responses.endpoint is not None:
+            raise ValueError("responses.endpoint: in arrival order the engine of capture answers: leave endpoint out")
+        for name, entry in self.strategies.items():
+            where, training = f"strategies.{name}.training", entry.training
+            if training.epochs != 1.0:
+                raise ValueError(
+                    f"{where}.epochs: in arrival order each sample is trained once, and its features are freed: expected 1, "
+                    f"found {training.epochs:g}"
+                )
+            if training.max_steps is not None:
+                raise ValueError(f"{where}.max_steps: streaming.until says where a training in arrival order ends")
+            until.count_steps(training.global_batch_size)
+        return self
+
+    @property
+    def arrives(self) -> bool:
+        """Whether its drafts are trained in arrival order."""
+        return self.streaming is not None and self.streaming.arrives
+
+    @model_validator(mode="after")
     def _check_mix(self) -> TargetSpec:
         if self.mix is not None:
             self.mix.require_effect(self.dataset, self.data.max_conversations)

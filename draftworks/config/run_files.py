@@ -16,8 +16,8 @@ from draftworks.config.base import Spec, SpecType
 from draftworks.config.capture import CaptureSpec, FeatureStorage, SGLangSpec
 from draftworks.config.data import AnswersSampling
 from draftworks.config.features import ObjectFeaturesSpec, StoreKind, StreamFollower, StreamingSpec, StreamSteps
-from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
-from draftworks.config.service import ServingSpec
+from draftworks.config.registry_files import DatasetSpec, EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
+from draftworks.config.service import DataSpec, ServingSpec
 from draftworks.config.strict_yaml import load_yaml
 from draftworks.storage.names import require_name
 
@@ -210,8 +210,26 @@ class StreamPlace(Spec):
         return self
 
 
+class ArrivalSource(Spec):
+    """Where the samples of a training in arrival order come from, and how they become tokens."""
+
+    rows: Path = Field(description="Folder that the rows are written down in as they come.")
+    root: Path = Field(description="The registry's folder, which the files of `dataset` are relative to.")
+    dataset: DatasetSpec | None = Field(default=None, description="The data set whose files grow; null: `iterator`.")
+    iterator: str | None = Field(default=None, description="Entry point of the group draftworks.sources.")
+    responses: ResponseSpec
+    data: DataSpec
+    max_length: int = Field(gt=2, description="Token limit of a sample.")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> ArrivalSource:
+        if (self.dataset is None) == (self.iterator is None):
+            raise ValueError("a source is either a data set or an iterator")
+        return self
+
+
 class ProduceRun(TargetRun):
-    """Capture planned features in the order in which a streamed training uses them, until it has done its last step.
+    """Capture features in the order in which a streamed training uses them, until it has done its last step.
 
     Each producer writes its figures into `out`.
     """
@@ -223,6 +241,9 @@ class ProduceRun(TargetRun):
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
     steps: StreamSteps
     stream: StreamPlace
+    source: ArrivalSource | None = Field(
+        default=None, description="Samples in arrival order; null: those of `features`, in planned order."
+    )
     worker: str = Field(default="producer", description="Name of this producer among those of the training.")
 
     @property

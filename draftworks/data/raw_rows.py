@@ -116,7 +116,7 @@ def _line_rows(path: Path, max_line_bytes: int) -> Iterator[RawRow | Rejection]:
             if number == 1:
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             if raw.strip():
-                yield _decode(raw, str(path), number)
+                yield decode_line(raw, str(path), number)
 
 
 def _skip_line(stream: Any, chunk: int) -> None:
@@ -124,7 +124,8 @@ def _skip_line(stream: Any, chunk: int) -> None:
         pass
 
 
-def _decode(raw: bytes, file: str, line: int) -> RawRow | Rejection:
+def decode_line(raw: bytes, file: str, line: int) -> RawRow | Rejection:
+    """Return the row of a line of JSON."""
     try:
         return RawRow(file, line, parse_json(raw.decode("utf-8")))
     except UnicodeDecodeError as error:

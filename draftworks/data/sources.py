@@ -85,12 +85,16 @@ def _require_known_kinds(files: list[Path]) -> list[Path]:
     return files
 
 
-def digest_dataset(spec: DatasetSpec, root: Path, digests: FileDigests) -> str:
+def digest_dataset(spec: DatasetSpec, root: Path, digests: FileDigests, contents: Sequence[str] | None = None) -> str:
     """Return the digest of the files' contents and of how they are read; names and places do not matter.
 
     Of served prompts the redaction counts too, and the name, which is a slice column's default.
+
+    Args:
+        contents: digests of what is read, where that is not the whole of the files.
     """
-    contents = sorted(digests.of_file(path) for path in find_dataset_files(spec, root))
+    if contents is None:
+        contents = sorted(digests.of_file(path) for path in find_dataset_files(spec, root))
     if spec.format != SERVED:
         return digest([spec.format, contents, ROWS_REVISION])
     served = spec.served or ServedSpec()

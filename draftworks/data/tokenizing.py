@@ -302,7 +302,7 @@ def cut_rows(rows: Iterable[TokenRow], target: TargetFiles, data: DataSpec, max_
     check_length(target, max_length)
     items = list(rows)
     return _collect(
-        [[_cut_or_reject(row.sample_id, lambda row=row: [row], max_length) for row in items]],
+        [[cut_or_reject(row.sample_id, lambda row=row: [row], max_length) for row in items]],
         len(items),
         data.max_rejected_share,
     )
@@ -375,14 +375,14 @@ def _tokenizer(target: TargetFiles, thinking: bool | None) -> ChatTokenizer:
 def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[CutSamples | RejectedSample]:
     chat = _tokenizer(work.target, work.thinking)  # pyright: ignore[reportArgumentType] - frozen models have a hash
     return [
-        _cut_or_reject(
+        cut_or_reject(
             each.id, partial(encode_own_answers, chat.choose(each), each, work.only_last_turn), work.max_length
         )
         for each in conversations
     ]
 
 
-def _cut_or_reject(sample_id: str, make: Callable[[], list[TokenRow]], max_length: int) -> CutSamples | RejectedSample:
+def cut_or_reject(sample_id: str, make: Callable[[], list[TokenRow]], max_length: int) -> CutSamples | RejectedSample:
     """Cut the samples of a conversation. One without a supervised token within the limit is left out, if another has one."""
     try:
         rows = make()

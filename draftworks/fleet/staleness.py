@@ -17,6 +17,7 @@ from draftworks.config.draft_options import read_draft_config
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
+from draftworks.data.growing_files import count_lines
 from draftworks.errors import DraftworksError
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import FileDigests, canonical_json, digest
@@ -37,7 +38,7 @@ from draftworks.storage.records import (
     ReportIdentity,
 )
 from draftworks.targets.registry import HELDOUT, Registry, apply_overrides
-from draftworks.targets.training_data import digest_training_data, find_training_files
+from draftworks.targets.training_data import digest_training_data, find_training_files, identify_arrival
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def is_measured_on(report: Artifact, name: str, responses: Artifact | None, feat
     return measured.answers == responses.data_version and isinstance(streams, dict) and streams.items() <= known.items()
 
 
+ARRIVED = "arrived"
+"""Key of the summary of a draft that was trained in arrival order: counts of the rows that were read for it."""
 OVERRIDES = "overrides"
 """Key of a draft's summary: options and training settings of the run config that replaced those of the registry."""
 
@@ -163,8 +166,8 @@ class TrainedDraft:
 
     def changes(self) -> tuple[Change, ...]:
         """Return all changes since the training; empty if there is none. What cannot be compared is listed as not
-        known."""
-        found = [*self._weights(), *self._data(), *self._recipe()]
+        known. Rows that have come since a training in arrival order are among them; its draft is a hit all the same."""
+        found = [*self._weights(), *self._data(), *self._recipe(), *self._more_rows()]
         return tuple({change.what: change for change in found}.values())
 
     def _weights(self) -> Iterator[Change]:
@@ -200,6 +203,16 @@ class TrainedDraft:
         if prepared is not None and ConversationsIdentity.of(prepared).dataset != now:
             yield Change("training data", self._later(find_training_files(self.target, self.registry)))
 
+    def _more_rows(self) -> Iterator[Change]:
+        """Yield a change if the source of a training in arrival order has given more rows since; an iterator cannot say so."""
+        read = self.draft.summary.get(ARRIVED, {}).get("rows")
+        if read is None or not self.target.arrives or (self.target.streaming and self.target.streaming.source):
+            return
+        more = count_lines(self.registry.load_dataset(self.target.dataset), self.registry.root) - read
+        if more > 0:
+            files = find_training_files(self.target, self.registry)
+            yield Change(f"source: {more:,} more rows have come", self._later(files))
+
     def _recipe(self) -> Iterator[Change]:
         differing = [*self._data_settings(), *self._settings()]
         if differing:
@@ -228,6 +241,10 @@ class TrainedDraft:
         )
         options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
         yield from _differing("options", recorded.options, options.to_identity())
+        arrival = identify_arrival(self.target, self.registry)
+        if (recorded.arrival is None) != (arrival is None):
+            yield f"streaming.order {'planned' if recorded.arrival is None else 'arrival'} → {'planned' if arrival is None else 'arrival'}"
+        yield from _differing("streaming", recorded.arrival, arrival or {})
         yield from _differing("training", recorded.training, chosen.training.to_identity(strategy.batch_means(options)))
         start = entry.start_from
         began = None if start is None else read_draft_config(self.registry.resolve_path(start)).weights_digest

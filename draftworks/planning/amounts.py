@@ -9,6 +9,7 @@ from functools import reduce
 
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.data import ResponseSpec
+from draftworks.config.features import UntilSpec
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.errors import ConfigError
 from draftworks.planning.data_sample import DataSample, sample_data
@@ -226,7 +227,9 @@ def _choose_by_hash(rows: Estimate, share: float) -> Estimate:
 
 def _find_limit(subject: PlanSubject, eval_set: str) -> int | None:
     if eval_set == HELDOUT:
-        return subject.target.data.max_conversations
+        data, streaming = subject.target.data.max_conversations, subject.target.streaming
+        given = [each for each in (data, streaming and streaming.vocabulary_samples) if each is not None]
+        return min(given, default=None)
     return subject.registry.load_eval_set(eval_set).max_conversations
 
 
@@ -286,11 +289,17 @@ def find_distinct_share(subject: PlanSubject) -> float:
     return 1.0
 
 
-def count_training_tokens(training: TrainingSpec, amount: Amount) -> Estimate:
-    """Return the tokens that a training takes through the draft: those of its steps' samples, each epoch counted."""
+def count_training_tokens(training: TrainingSpec, amount: Amount, until: UntilSpec | None = None) -> Estimate:
+    """Return the tokens that a training takes through the draft: those of its steps' samples, each epoch counted.
+
+    Args:
+        amount: of the data that is prepared before.
+        until: the end of a training in arrival order. One with its source is counted as with `amount`.
+    """
     batch = training.global_batch_size
     samples = (amount.samples.low, amount.samples.value, amount.samples.high)
-    steps = [training.count_steps(int(count) // batch) for count in samples]
+    known = None if until is None else until.count_steps(batch)
+    steps = [training.count_steps(int(count) // batch) if known is None else known for count in samples]
     mean = count_mean_tokens(amount)
     return Estimate(
         steps[0] * batch * mean.low, steps[1] * batch * mean.value, steps[2] * batch * max(mean.high, mean.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class DraftInputs:
     Attributes:
         feature_versions: content versions of the streams that this strategy reads, by name, as in `heldout_data`. A
             tap that only another strategy reads is not included, so it does not cause a new training.
+        arrival: see `DraftIdentity`.
     """
 
     files: TargetFiles
@@ -34,6 +36,7 @@ class DraftInputs:
     heldout_data: EvalData
     vocab_mapping: Artifact | None
     start_from: Path | None
+    arrival: Mapping[str, Any] | None = None
 
     def to_identity(self, strategy: StrategySpec) -> DraftIdentity:
         options = strategy.parse_options(self.options, where=f"options of {strategy.name}")
@@ -47,6 +50,7 @@ class DraftInputs:
             features=digest(self.feature_versions),
             vocab_mapping=None if self.vocab_mapping is None else self.vocab_mapping.data_version,
             heldout=self.heldout_data,
+            arrival=self.arrival,
         )
 
     def locate_vocab_file(self) -> Path | None:

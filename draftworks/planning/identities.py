@@ -44,7 +44,12 @@ from draftworks.storage.records import (
 from draftworks.targets.registry import Registry, apply_overrides
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.shared_needs import collect_taps, resolve_draft_vocab_size
-from draftworks.targets.training_data import identify_eval_data, make_answers_identity, make_greedy_settings
+from draftworks.targets.training_data import (
+    identify_arrival,
+    identify_eval_data,
+    make_answers_identity,
+    make_greedy_settings,
+)
 
 TRAIN = "train"
 """The part of the prepared conversations that is trained on."""
@@ -316,6 +321,7 @@ def read_draft_inputs(
         heldout_data=read_eval_data(results, target.name, HELDOUT, streams),
         vocab_mapping=artifacts.load_current(VOCAB_MAPPING, target.name) if strategy.uses_vocab_mapping else None,
         start_from=tuned or named,
+        arrival=identify_arrival(target, results.registry),
     )
 
 

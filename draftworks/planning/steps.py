@@ -9,7 +9,7 @@ from typing import Literal
 
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.data import THINKING
-from draftworks.config.features import StreamingSpec
+from draftworks.config.features import StreamingSpec, UntilSpec
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.strategies import resolve_strategy
 from draftworks.planning.amounts import (
@@ -275,7 +275,7 @@ class StepPlanner:
         draft, report, export = (
             float(not self.anew and asked.find(each) is not None) for each in (names.draft, names.report, names.export)
         )
-        tokens = count_training_tokens(self.trainings[strategy], self._train)
+        tokens = count_training_tokens(self.trainings[strategy], self._train, self._until)
         step = self._plan_step(names.draft, key, "train", tokens, draft, strategy)
         yield self._add_stream(step, strategy, leads) if self.way == "streamed" and not step.is_made else step
         heldout = sum((self.amounts[name].tokens for name in self.subject.eval_sets), NOTHING)
@@ -303,13 +303,18 @@ class StepPlanner:
 
     def _count_captured(self, strategy: str) -> Estimate:
         """Return the tokens that producers capture for a training: each sample once, or again in each epoch."""
-        trained = count_training_tokens(self.trainings[strategy], self._train)
-        if self._keeps_stream():
+        trained = count_training_tokens(self.trainings[strategy], self._train, self._until)
+        if self._keeps_stream() and self._until is None:
             tokens = self._train.tokens
             return Estimate(
                 min(trained.low, tokens.low), min(trained.value, tokens.value), min(trained.high, tokens.high)
             )
         return trained
+
+    @property
+    def _until(self) -> UntilSpec | None:
+        streaming = self.subject.target.streaming
+        return None if streaming is None else streaming.until
 
     def _keeps_stream(self) -> bool:
         settings = self.subject.target.streaming or StreamingSpec()

@@ -232,6 +232,18 @@ class PlanSubject:
         """Return a line for each default that the model's size or this machine has changed."""
         return describe_fitted(self.registry.read_target(self.target.name), self.target)
 
+    def describe_unknown(self) -> list[str]:
+        """Return a line for each thing that a plan of a training in arrival order cannot know."""
+        streaming = self.target.streaming
+        if streaming is None or streaming.until is None:
+            return []
+        lines = [
+            "arrival order: samples are taken to be as long as those that are prepared before; only streamed is possible"
+        ]
+        if streaming.until.source:
+            lines.append("how much its source has is not known: its drafts are planned with what is prepared before")
+        return lines
+
     def uses_gpu(self, device: str) -> bool:
         """Whether a job's device is a GPU: `auto` is one unless jobs run on this machine, which has none."""
         if device != "auto":

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
+from draftworks.data.growing_files import find_source, read_head
 from draftworks.errors import DraftworksError
 from draftworks.planning.estimates import NOTHING, Estimate
 from draftworks.planning.plan import GB, estimate_new_bytes
@@ -24,8 +25,21 @@ def check_stream(target: TargetSpec, registry: Registry, findings: Findings) -> 
     if target.streaming is None:
         return
     _check_control_folder(target, registry, findings)
+    if target.arrives:
+        with findings.collect_errors():
+            _check_source(target, registry)
     if target.streaming.store.kind == "mooncake":
         _check_mooncake(target, registry, findings)
+
+
+def _check_source(target: TargetSpec, registry: Registry) -> None:
+    """Raise DraftworksError if the source of a training in arrival order is not there, or has not enough rows to begin."""
+    assert target.streaming is not None
+    name, rows = target.streaming.source, target.streaming.vocabulary_samples
+    if name is not None:
+        find_source(name)
+    if rows is not None:
+        read_head(registry.load_dataset(target.dataset), registry.root, rows)
 
 
 def find_existing(place: Path) -> Path:

@@ -47,7 +47,7 @@ def plan(
         typer.echo(json.dumps(build_json(made, actual), indent=2))
         return
     print_table(build_plan_table(made, actual))
-    chosen = [(each.target, line) for each in subjects for line in each.describe_chosen()]
+    chosen = [(each.target, line) for each in subjects for line in (*each.describe_chosen(), *each.describe_unknown())]
     for line in (*describe_beside(made), *(f"{target.name}: {line}" for target, line in chosen)):
         print_text(line)
 

@@ -1,38 +1,47 @@
-"""`python -m draftworks.programs.produce FILE`: capture planned features while a training uses them."""
+"""`python -m draftworks.programs.produce FILE`: capture features while a training uses them, in either order."""
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from draftworks.capture.engine import TargetEngine, load_engine
 from draftworks.capture.probe.probe import EngineProbe
-from draftworks.config.run_files import ProduceRun
+from draftworks.capture.session import Confirmation
+from draftworks.config.run_files import ArrivalSource, ProduceRun
+from draftworks.data.arriving_rows import DatasetReader, IteratorReader, RowReader
+from draftworks.data.chat import ChatTokenizer
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.collectives import open_process_group
 from draftworks.distributed.stop_signals import defer_stop
+from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store_to_write
 from draftworks.programs.assembly import make_engine_place, open_job_servers, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.files import publish_json
 from draftworks.storage.words import format_count
-from draftworks.stream.capture_worker import CaptureWorker
+from draftworks.stream.arrival_producer import ProducerParts
+from draftworks.stream.capture_worker import CaptureWorker, WorkerSummary
+from draftworks.stream.controller import DataFlowController
 from draftworks.stream.planned_order import PlannedOrder
+from draftworks.stream.row_log import LoggedSource, RowLog, SourceFeeder
 from draftworks.stream.stream_rounds import StreamRounds
 from draftworks.stream.training_stream import open_controller
+from draftworks.stream.watermark import Watermark
 
 
 def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Capture a stream's features in the order of its steps, until the trainer has done the last one.
+    """Capture a stream's features, in the order of its steps or as samples come, until the trainer has done the last one.
 
     Ranks are workers of their own, and each writes its figures into `run.out`. SIGTERM and SIGINT end a worker after its
     current batch.
     """
     tokens = TokenizedSet.open(run.tokens)
     capture = run.as_capture()
-    refs = read_feature_set(run.features).refs
     started = time.monotonic()
     with (
         open_process_group(run.capture.device) as device,
@@ -45,9 +54,6 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
         closing.callback(store.close)
         controller = open_controller(run.stream)
         closing.callback(controller.close)
-        rounds = StreamRounds(refs, tokens.sample_ids, run.streams, run.steps, run.stream, controller)
-        current = rounds.open(rounds.read_left_out())
-
         probe = EngineProbe(capture, tokens)
 
         def load() -> TargetEngine:
@@ -61,9 +67,17 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
 
         name = f"{run.worker}-{ctx.rank}"
         confirm = probe.confirm if run.capture.server.external else None
-        order = PlannedOrder(current, store, tokens, run.capture.batch_tokens, rounds.watch(current))
-        worker = CaptureWorker(name, capture, order, store, load, lambda: bool(stop.signum), confirm)
-        done = worker.run()
+        if run.source is not None:
+            parts = _ArrivalParts(run, controller, store, load, confirm)
+            done = parts.produce(ctx.rank, lambda: bool(stop.signum))
+        else:
+            rounds = StreamRounds(
+                *(read_feature_set(run.features).refs, tokens.sample_ids, run.streams, run.steps),
+                *(run.stream, controller),
+            )
+            current = rounds.open(rounds.read_left_out())
+            order = PlannedOrder(current, store, tokens, run.capture.batch_tokens, rounds.watch(current))
+            done = CaptureWorker(name, capture, order, store, load, lambda: bool(stop.signum), confirm).run()
     seconds = time.monotonic() - started
     ctx.log(
         f"{name}: {format_count(done.captured, 'sample')} captured in {format_count(done.tasks, 'task')}, "
@@ -79,6 +93,59 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
     }
     publish_json(run.out / f"{name}.json", report)
     return report
+
+
+@dataclass(frozen=True)
+class _ArrivalParts:
+    """What a producer of a stream in arrival order is made of."""
+
+    run: ProduceRun
+    controller: DataFlowController
+    store: KeyedFeatureStore
+    load_engine: Callable[[], TargetEngine]
+    confirm: Confirmation | None
+
+    def produce(self, rank: int, should_stop: Callable[[], bool]) -> WorkerSummary:
+        """Work until the trainer needs no more, or `should_stop`. Rank 0 reads the source.
+
+        Raises:
+            DraftworksError: the source cannot be read, or as `CaptureWorker.run`.
+        """
+        run, source = self.run, self.run.source
+        assert source is not None
+        chat = ChatTokenizer.load(run.target, source.responses.thinking)
+        rows = RowLog(source.rows)
+        logged = LoggedSource(
+            *(rows, chat, source.responses, source.max_length, source.data.only_last_turn, run.capture.batch_tokens)
+        )
+        parts = ProducerParts(
+            source=logged,
+            capture=run.as_capture(),
+            streams=run.streams,
+            load_engine=self.load_engine,
+            confirm=self.confirm,
+        )
+        settings = run.stream.settings
+        producer = parts.make_producer(
+            *(self.controller, self.store, Watermark(**settings.watermark.model_dump()), run.steps.global_batch_size),
+            *(run.worker, settings.timeout_s),
+        )
+        to_end = bool(settings.until and settings.until.source)
+        feeder = SourceFeeder(
+            *(lambda state, is_new: _open_reader(source, state, is_new, to_end), rows, logged, self.controller),
+            *(producer.task, producer.fact, source.data.held_out_share, source.data.max_rejected_share),
+        )
+        with feeder.feeding(to_end) if rank == 0 else nullcontext():
+            done = producer.make_worker(rank, should_stop, feeder.require_sound).run()
+        producer.free_rest()
+        return done
+
+
+def _open_reader(source: ArrivalSource, state: str | None, is_new: bool, to_end: bool) -> RowReader:
+    if source.dataset is not None:
+        return DatasetReader(source.dataset, source.root, state, to_end)
+    assert source.iterator is not None
+    return IteratorReader(source.iterator, state, is_new)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.artifacts import PARTIAL
 from draftworks.storage.files import publish_file
 from draftworks.storage.identity import digest
+from draftworks.stream.arrival_training import ArrivalTraining
 from draftworks.stream.training_stream import PLAN_AGAIN, TrainingStream
 from draftworks.targets.fitted_defaults import describe_computation
 from draftworks.training.backend import ensure_process_group
@@ -50,6 +51,8 @@ WAITED = "waited_for_features_s"
 """In the report of a streamed training: seconds for which the loader of one rank waited for producers, at most."""
 LEFT_OUT = "left_out_samples"
 """In the report of a streamed training: the samples that could not be captured, with the reasons."""
+ORDER, ARRIVED = "order", "arrived"
+"""In the report of a training in arrival order: the digest of what each step took, and counts of the source's rows."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class _Trained:
     peaks: list[int]
     waits: list[float]
     left_out: tuple[RejectedSample, ...]
+    arrived: dict[str, Any]
 
 
 def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
     if run.start_from is not None:
         begun = load_draft(run.start_from, draft.strategy, target_digest=None, to_train=True)
     stream = None
-    if run.stream is not None:
+    if run.stream is not None and not run.stream.settings.arrives:
         stream = TrainingStream(run.stream, run.training, draft.strategy.feature_names, run.target.name)
     samples = open_samples(
         run.train, run.store, draft.strategy, run.target, None if stream is None else stream.open_source
@@ -105,21 +109,10 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
     identity = _make_identity(run, draft, samples, held_out, begun)
     persistence = _make_persistence(run, identity, draft, stream)
     trackers = _make_trackers(run, ctx, identity)
-    trainer = Trainer(
-        draft.strategy,
-        build_training_loader(samples, draft.strategy, run.training, ctx),
-        build_evaluation_loader(
-            held_out, draft.strategy, run.training.micro_batch_size, ctx, get_pack_limits(run.training)
-        ),
-        run.training,
-        device,
-        [*_make_observers(run, ctx, stream), *trackers],
-        persistence,
-        lambda: stop.signum or (0 if stream is None else stream.stop_code),
-        evaluates_start=begun is not None,
-        steps=None if stream is None or not ctx.is_main else stream.consumer,
-        discards=None if stream is None else stream.discards,
-    )
+    arrival = _open_arrival(run, draft, persistence, stop)
+    data = _Data(samples, held_out, stream, arrival)
+    observers = [*_make_observers(run, ctx, stream), *trackers]
+    trainer = _make_trainer(run, ctx, device, stop, draft, data, observers, persistence, begun is not None)
     if ctx.is_main:
         ctx.log(_describe_plan(run, draft, samples, trainer, persistence, device))
         if stream is not None:
@@ -129,7 +122,9 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
     if not trainer.can_evaluate():
         raise make_empty_heldout_error(run.heldout)
     with report_to(trackers):
-        if stream is None:
+        if arrival is not None:
+            _fit_arriving(trainer, arrival)
+        elif stream is None:
             trainer.fit()
         elif not _fit_streamed(trainer, stream, ctx):
             return None
@@ -142,7 +137,66 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
         gather_from_ranks(get_peak_rss_bytes()),
         [] if stream is None else gather_from_ranks(stream.reader.waited_s),
         () if stream is None else stream.left_out,
+        {ORDER: arrival.digest_order(), ARRIVED: arrival.count_rows()} if arrival is not None and ctx.is_main else {},
     )
+
+
+@dataclass(frozen=True)
+class _Data:
+    """What a training reads: sets, and its end of a stream, in planned or in arrival order, if it has one."""
+
+    train: Samples
+    heldout: Samples
+    stream: TrainingStream | None
+    arrival: ArrivalTraining | None
+
+
+def _make_trainer(
+    run: TrainRun,
+    ctx: ProgramContext,
+    device: torch.device,
+    stop: StopRequest,
+    draft: Draft,
+    data: _Data,
+    observers: list[TrainingObserver],
+    persistence: Persistence,
+    evaluates_start: bool,
+) -> Trainer:
+    """Return the trainer of this rank. A collective."""
+    stream, arrival = data.stream, data.arrival
+    steps = None if stream is None or not ctx.is_main else stream.consumer
+    return Trainer(
+        draft.strategy,
+        build_training_loader(data.train, draft.strategy, run.training, ctx)
+        if arrival is None
+        else arrival.stream.loader,
+        build_evaluation_loader(
+            data.heldout, draft.strategy, run.training.micro_batch_size, ctx, get_pack_limits(run.training)
+        ),
+        run.training if arrival is None else arrival.training,
+        device,
+        observers,
+        persistence,
+        lambda: stop.signum or (0 if stream is None else stream.stop_code),
+        evaluates_start=evaluates_start,
+        steps=steps if arrival is None else arrival.stream.acks,
+        discards=None if stream is None else stream.discards,
+    )
+
+
+def _open_arrival(run: TrainRun, draft: Draft, persistence: Persistence, stop: StopRequest) -> ArrivalTraining | None:
+    """Return the training's end of a stream in arrival order; None if it has none. A collective."""
+    if run.stream is None or not run.stream.settings.arrives:
+        return None
+    begin = 0 if persistence.resume_from is None else read_record(persistence.resume_from).step
+    return ArrivalTraining(run.stream, run.training, draft.strategy, begin, lambda: stop.signum)
+
+
+def _fit_arriving(trainer: Trainer, arrival: ArrivalTraining) -> None:
+    with arrival.stream.follow():
+        trainer.fit()
+        if not trainer.controller.stopped_by:
+            arrival.stream.finish()
 
 
 def _fit_streamed(trainer: Trainer, stream: TrainingStream, ctx: ProgramContext) -> bool:
@@ -195,6 +249,7 @@ def _make_identity(
     Of the features only those that the strategy reads count: other taps in the same set change nothing.
     """
     names, strategy = draft.strategy.feature_names, resolve_strategy(run.strategy)
+    arrives = None if run.stream is None else run.stream.settings.identify_arrival()
     return {
         "strategy": run.strategy,
         "options": strategy.identify_options(draft.options, run.target.hidden_size, run.target.num_heads),
@@ -206,6 +261,7 @@ def _make_identity(
             "tokens": samples.tokens.digest,
             "features": samples.manifest.version_of(names),
             **({} if run.train.read_as == "plain" else {"read_as": run.train.read_as}),
+            **({} if arrives is None else {"arrival": arrives}),
         },
         "heldout": {"tokens": held_out.tokens.digest, "features": held_out.manifest.version_of(names)},
     }
@@ -241,9 +297,11 @@ def _describe_plan(
     training = run.training
     packed = f"packed rows of at most {training.pack_tokens} tokens"
     pieces = packed if training.pack_tokens is not None else f"micro-batches of {training.micro_batch_size}"
+    arrives = run.stream is not None and run.stream.settings.arrives
+    data = "samples as they come" if arrives else f"{len(samples.refs)} samples"
     return (
-        f"training {run.strategy} for {run.target.name}: {parameters / 1e6:.2f} M parameters, "
-        f"{len(samples.refs)} samples, {trainer.controller.history.total_steps} steps of "
+        f"training {run.strategy} for {run.target.name}: {parameters / 1e6:.2f} M parameters, {data}, "
+        f"{trainer.controller.history.total_steps} steps of "
         f"{training.global_batch_size} samples, in {pieces}, {describe_computation(training.compute_dtype, device.type)}{begin}"
     )
 
@@ -266,6 +324,7 @@ def _publish(run: TrainRun, ctx: ProgramContext, trained: _Trained) -> dict[str,
         "published_step": weights.step,
         "world_size": ctx.world_size,
         "torch": torch.__version__,
+        **({ORDER: trained.arrived[ORDER]} if trained.arrived else {}),
     }
     if draft.vocab is not None:
         draft.vocab.save(run.out / VOCAB_FILE)
@@ -279,6 +338,7 @@ def _publish(run: TrainRun, ctx: ProgramContext, trained: _Trained) -> dict[str,
         **_make_report(trainer, persistence.manager, config, weights.step),
         "world_size": len(trained.peaks),
         "peak_rss_bytes": max(trained.peaks),
+        **trained.arrived,
         **({WAITED: round(max(trained.waits), 2)} if trained.waits else {}),
         **({LEFT_OUT: {each.sample_id: each.reason for each in trained.left_out}} if trained.left_out else {}),
     }

@@ -52,6 +52,8 @@ class DraftIdentity:
         target: digest of the target's weights.
         tokens: content version of the training tokens.
         features: digest of the content versions of the streams that were read.
+        arrival: what decides the samples of a training in arrival order, of which `tokens` and `features` are those that
+            were prepared before; None in planned order.
     """
 
     strategy: str
@@ -63,6 +65,7 @@ class DraftIdentity:
     features: str | None
     vocab_mapping: str | None
     heldout: EvalData | None
+    arrival: Mapping[str, Any] | None = None
 
     @property
     def seed(self) -> int:
@@ -71,6 +74,8 @@ class DraftIdentity:
     def to_json(self) -> dict[str, Any]:
         assert self.heldout is not None
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.arrival is None:
+            del plain["arrival"]
         return {**plain, "heldout": self.heldout.to_json()}
 
     @classmethod

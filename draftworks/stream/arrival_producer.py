@@ -45,12 +45,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SourceFact:
-    """What a consumer has to know of its source: its size, and how much of it may have no features."""
+    """What a consumer has to know of its source: its size, and how much of it may have no features.
+
+    Attributes:
+        is_whole: whether all of its tasks are added.
+        counts: of the rows of a source without an end, so far, by what became of them.
+    """
 
     target: str
     samples: int
     max_failed_share: float
     global_batch_size: int
+    is_whole: bool = True
+    counts: dict[str, int] | None = None
 
 
 class ArrivalOrder(TaskOrder):
@@ -60,6 +67,7 @@ class ArrivalOrder(TaskOrder):
         streams: names of the features to store, beside `input_ids` and `loss_mask`.
         watermark: limits what is leased, or committed and not acknowledged.
         idle_timeout_s: the longest wait in which the consumer does nothing.
+        require_source: raises what keeps the source from being read in this process.
     """
 
     ahead = LEASED_AHEAD
@@ -74,8 +82,11 @@ class ArrivalOrder(TaskOrder):
         store: KeyedFeatureStore,
         watermark: Watermark,
         idle_timeout_s: float,
+        require_source: Callable[[], None] = lambda: None,
     ) -> None:
         self.controller = controller
+        self._require_source = require_source
+        self._is_whole = False
         self._own_rows: dict[int, TokenRow] = {}
         self.rows = self._own_rows
         self.size = source.size
@@ -100,13 +111,15 @@ class ArrivalOrder(TaskOrder):
         """
         if self._has_finished():
             return None
+        self._require_source()
         leases = self.controller.lease_tasks(worker, limit, watermark=self._watermark)
         if leases:
             self._moved = time.monotonic()
             return leases
         counts = self.controller.count_tasks()
         if not counts.open:
-            return None
+            self._moved = time.monotonic()  # what has no end yet is waited for by the trainer
+            return None if self._has_all_tasks() else ()
         self._require_moving(counts, self.controller.read_consumers())
         return ()
 
@@ -181,6 +194,14 @@ class ArrivalOrder(TaskOrder):
         elif left != self._left_before:
             raise StoreError(f"run {self.controller.run_id}: its consumer {self.controller.consumer} has left: {left}")
         return left == FINISHED
+
+    def _has_all_tasks(self) -> bool:
+        """Whether no tasks will be added; looked at after they were counted, and counted again if it is news."""
+        if self._is_whole:
+            return True
+        known = self.controller.read_facts().get(SOURCE)
+        self._is_whole = known is not None and json.loads(known)["is_whole"]
+        return self._is_whole and not self.controller.count_tasks().open
 
     def _require_moving(self, *state: object) -> None:
         if state != self._state:
@@ -270,18 +291,21 @@ class OnlineProducer:
     name: str
     idle_timeout_s: float
 
+    @property
+    def fact(self) -> SourceFact:
+        """What a consumer has to know of the source."""
+        capture = self.parts.capture
+        return SourceFact(
+            capture.target.name, self.parts.source.size, capture.capture.max_failed_share, self.global_batch_size
+        )
+
     def add_tasks(self) -> None:
         """Add the tasks of the source, unless another producer has; record its end, from which on no more come.
 
         Raises:
             ConfigError: other producers of the run were told another global batch.
         """
-        fact = SourceFact(
-            self.parts.capture.target.name,
-            self.parts.source.size,
-            self.parts.capture.capture.max_failed_share,
-            self.global_batch_size,
-        )
+        fact = self.fact
         known = self.controller.read_facts().get(SOURCE)
         if known is not None:
             require_batch_of(json.loads(known)["global_batch_size"], self.global_batch_size, self.controller.run_id)
@@ -291,14 +315,25 @@ class OnlineProducer:
             self.controller.add_tasks(page)
         self.controller.record_fact(SOURCE, json.dumps(vars(fact)))
 
-    def make_worker(self, number: int, should_stop: ShouldStop) -> CaptureWorker:
+    def make_worker(
+        self, number: int, should_stop: ShouldStop, require_source: Callable[[], None] = lambda: None
+    ) -> CaptureWorker:
         parts = self.parts
         order = ArrivalOrder(
             *(parts.source, parts.capture, parts.streams, self.controller, self.store),
-            *(self.watermark, self.idle_timeout_s),
+            *(self.watermark, self.idle_timeout_s, require_source),
         )
         name = f"{self.name}-{number}"
         return CaptureWorker(name, parts.capture, order, self.store, parts.load_engine, should_stop, parts.confirm)
+
+    def free_rest(self) -> bool:
+        """Free what was committed after a consumer that has finished looked for the last time; return whether it has."""
+        progress = self.controller.read_consumers().get(self.controller.consumer)
+        if progress is None or progress.left != FINISHED:
+            return False
+        if self.controller.read_facts().get(FREE_AT) != "never":
+            free_unused(self.controller, self.store, everything=True)
+        return True
 
 
 def drive_producer(producer: OnlineProducer, should_stop: ShouldStop = lambda: False) -> WorkerSummary:
@@ -324,12 +359,9 @@ def drive_producer(producer: OnlineProducer, should_stop: ShouldStop = lambda: F
     producer.add_tasks()
     workers = [producer.make_worker(number, should_stop) for number in range(producer.parts.workers)]
     _run_all(work, workers)
-    progress = controller.read_consumers().get(controller.consumer)
-    if progress is not None and progress.left == FINISHED:
-        # What was committed after the consumer has looked for the last time.
-        if controller.read_facts().get(FREE_AT) != "never":
-            free_unused(controller, producer.store, everything=True)
-    elif failures and not should_stop() and controller.count_tasks().open:
+    if producer.free_rest():
+        return sum((worker.summary for worker in workers), WorkerSummary())
+    if failures and not should_stop() and controller.count_tasks().open:
         raise failures[0]
     return sum((worker.summary for worker in workers), WorkerSummary())
 

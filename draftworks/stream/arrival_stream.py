@@ -133,13 +133,13 @@ class RefReader:
         self._waiting.extend(page.refs)
         if page.refs:
             self._moved = time.monotonic()
-        elif counts is not None and self._source is not None and not counts.open:
+        elif counts is not None and self._source is not None and self._source.is_whole and not counts.open:
             self.is_drained = True
         return bool(page.refs)
 
     def _look(self) -> TaskCounts:
-        if self._source is None:  # before the count: its fact is recorded after its last task is added
-            self.find_source()
+        if self._source is None or not self._source.is_whole:
+            self.find_source()  # before the count: the fact is recorded after the last task is added
         counts = self._controller.count_tasks()
         if self._source is not None and counts.dead > self._counts.dead:
             self._require_few_lost(self._source, self._controller.read_dead_letters())

@@ -149,10 +149,9 @@ class ConversationSource(RowSource):
 
     def list_tasks(self, run_id: str, limits: TaskLimits = TaskLimits()) -> Iterator[PromptTask]:
         """Yield tasks whose size is that of the longest answers; a conversation counts as one sample."""
-        nbytes = self._max_length * limits.bytes_per_token
-        count = min(self._responses.batch_size, limits.samples, limits.bytes // max(1, nbytes))
-        for first in range(0, self.size, max(1, count)):
-            end = min(first + max(1, count), self.size)
+        nbytes, count = self._max_length * limits.bytes_per_token, self._count_together(limits)
+        for first in range(0, self.size, count):
+            end = min(first + count, self.size)
             yield PromptTask(
                 f"prompts-{first}-{end}",
                 run_id,
@@ -162,8 +161,15 @@ class ConversationSource(RowSource):
             )
 
     def make_rows(self, task: PromptTask, engine: TargetEngine | None) -> list[TokenRow]:
+        return self._answer(self._conversations[task.metadata["first"] : task.metadata["end"]], engine)
+
+    def _count_together(self, limits: TaskLimits) -> int:
+        """Return the conversations of a task at most."""
+        nbytes = self._max_length * limits.bytes_per_token
+        return max(1, min(self._responses.batch_size, limits.samples, limits.bytes // max(1, nbytes)))
+
+    def _answer(self, chosen: Sequence[Conversation], engine: TargetEngine | None) -> list[TokenRow]:
         assert engine is not None, "the source calls it"
-        chosen = [self._conversations[index] for index in range(task.metadata["first"], task.metadata["end"])]
         answerer = EngineAnswerer(engine, self._responses, self._chat, self._max_length)
         begun = {each.id: dialogue for each in chosen if (dialogue := self._begin(each)) is not None}
         try:

@@ -367,8 +367,10 @@ def resolve_training_options(target: TargetSpec, strategy: str, registry: Regist
     """
     entry, spec = target.strategies[strategy], resolve_strategy(strategy)
     options = spec.parse_options(entry.options, f"target {target.name}")
+    arrival = None if target.streaming is None else target.streaming.identify_arrival()
     return {
         "options": options.to_identity(),
         "training": entry.training.to_identity(spec.batch_means(options)),
         "start_from": entry.start_from and read_draft_config(registry.resolve_path(entry.start_from)).weights_digest,
+        **({} if arrival is None else {"streaming": arrival}),
     }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from draftworks.config.data import ResponseSpec
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import list_strategies
+from draftworks.data.growing_files import digest_head
 from draftworks.data.slices import SlicePlan, read_plan
 from draftworks.data.sources import digest_dataset, find_dataset_files
 from draftworks.data.split import SPLIT_KEY
@@ -52,15 +54,32 @@ def load_slice_plan(target: TargetSpec, registry: Registry) -> SlicePlan | None:
 
 
 def digest_training_data(target: TargetSpec, registry: Registry, digests: FileDigests) -> str:
-    """Return the content digest of what is trained on: that of the data set, or of the mix with names,
-    weights and shares."""
+    """Return the content digest of what is trained on: that of the data set, or of the mix with names, weights and shares;
+    in arrival order that of the first rows, which are prepared before."""
     specs, plan = load_training_datasets(target, registry), load_slice_plan(target, registry)
+    rows = None if target.streaming is None else target.streaming.vocabulary_samples
+    if rows is not None:
+        return digest_dataset(specs[0], registry.root, digests, [digest_head(specs[0], registry.root, rows)])
     versions = [digest_dataset(spec, registry.root, digests) for spec in specs]
     if target.mix is None:
         return versions[0]
     named = [[spec.name, version] for spec, version in zip(specs, versions)]
     weights = None if plan is None else plan.identity
     return digest(["mix", named, weights, *([target.mix.shares] if target.mix.shares else [])])
+
+
+def identify_arrival(target: TargetSpec, registry: Registry) -> dict[str, Any] | None:
+    """Return what decides the samples of drafts that are trained in arrival order, beside the rows that were prepared before:
+    settings of the source, not what it has given. None in planned order."""
+    settings = None if target.streaming is None else target.streaming.identify_arrival()
+    if target.streaming is None or settings is None:
+        return None
+    dataset = None
+    if target.streaming.source is None:
+        spec = registry.load_dataset(target.dataset)
+        dataset = [spec.files, spec.format, None if spec.served is None else spec.served.to_identity()]
+    answers, data = target.responses.to_identity(), target.data.to_identity()
+    return {**settings, "dataset": dataset, "answers": answers, "data": data, "max_length": target.max_length}
 
 
 def digest_datasets(target: TargetSpec, registry: Registry, digests: FileDigests) -> dict[str, str]:

@@ -27,6 +27,7 @@ from draftworks.config.features import (
     PublishSpec,
     StreamingSpec,
     StreamStoreSpec,
+    UntilSpec,
     WatermarkSpec,
 )
 from draftworks.config.launchers import KINDS
@@ -55,6 +56,17 @@ from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.trackers import MlflowSpec, TrackersSpec, TrackioSpec, WandbSpec
 from draftworks.targets.registry import Registry, resolve_recipe
 
+ARRIVAL = StreamingSpec(order="arrival", until=UntilSpec(steps=1), vocabulary_samples=9)
+OF_ARRIVAL = {"order", "source", "until", "vocabulary_samples"}
+HOW_IT_STREAMS = {
+    *("watermark", "keep", "free_at", "timeout_s", "lease_s"),
+    *("control", "control_folder", "store", "share"),
+}
+OTHER_STREAMS = {
+    "watermark": WatermarkSpec(samples=8),
+    "control": ControlSpec(),
+    "store": StreamStoreSpec(kind="mooncake"),
+}
 SERVER = CaptureSpec(backend="sglang_server")
 CUSTOM = CustomEngineSpec(entry_point="a:b", engine="mine")
 REDACTION = RedactionSpec(command=["true"])
@@ -292,8 +304,21 @@ SETTINGS = [
         StreamingSpec(),
         lambda streaming: of_target(TARGET.model_copy(update={"streaming": streaming})),
         set(),
-        {"watermark", "keep", "free_at", "timeout_s", "lease_s", "control", "control_folder", "store", "share"},
-        {"watermark": WatermarkSpec(samples=8), "control": ControlSpec(), "store": StreamStoreSpec(kind="mooncake")},
+        HOW_IT_STREAMS | OF_ARRIVAL,
+        {**OTHER_STREAMS, "until": UntilSpec(steps=1)},
+    ),
+    Settings(
+        ARRIVAL,
+        lambda streaming: of_target(TARGET.model_copy(update={"streaming": streaming})),
+        OF_ARRIVAL,
+        HOW_IT_STREAMS,
+        {**OTHER_STREAMS, "until": UntilSpec(samples=8)},
+    ),
+    Settings(
+        UntilSpec(steps=1),
+        lambda until: of_target(TARGET.model_copy(update={"streaming": ARRIVAL.model_copy(update={"until": until})})),
+        {"steps", "samples", "source"},
+        set(),
     ),
     Settings(
         StreamStoreSpec(),

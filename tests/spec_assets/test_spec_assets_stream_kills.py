@@ -56,8 +56,9 @@ def undisturbed(planned, tmp_path_factory) -> str:
 class Stream:
     """The processes of the streamed training that runs in a site, as a test finds and kills them."""
 
-    def __init__(self, site) -> None:
+    def __init__(self, site, rank: int = 1) -> None:
         self._site = site
+        self._rank = rank
         self.killed: list[str] = []
 
     def read_run(self) -> ProduceRun:
@@ -87,15 +88,19 @@ class Stream:
         raise AssertionError("no process listens at the control server's address")
 
     def kill(self, name: str) -> None:
-        process = self.find_control_server() if name == "control" else self.find_rank(name, rank=int(name == "train"))
+        process = (
+            self.find_control_server()
+            if name == "control"
+            else self.find_rank(name, rank=self._rank if name == "train" else 0)
+        )
         process.kill()
         self.killed.append(name)
 
 
 @contextmanager
-def killing(site, plan: dict[int, str]) -> Iterator[Stream]:
-    """Kill the processes of the plan, each when the training has done that optimizer step."""
-    stream = Stream(site)
+def killing(site, plan: dict[int, str], rank: int = 1) -> Iterator[Stream]:
+    """Kill the processes of the plan, each when the training has done that optimizer step; of the trainer this rank."""
+    stream = Stream(site, rank)
 
     def work() -> None:
         for step, name in plan.items():

@@ -247,6 +247,12 @@ def test_the_streamed_example_is_a_deployment_whose_features_stream():
     assert [path.resolve() for path in corpus] == [SHIPPED / "models" / "tiny" / "corpus.parquet"]
 
 
+def test_the_example_of_data_that_still_comes_is_a_deployment_of_its_own():
+    example = Registry(SHIPPED / "examples" / "arriving")
+    assert example.load_target("tiny").arrives
+    assert example.resolve_var_folder() / "rows.jsonl" == example.resolve_path(example.load_dataset("growing").files[0])
+
+
 def test_a_dataset_without_files_says_which_pattern_found_nothing(registry: Registry):
     with pytest.raises(DataError, match=r"'data/\*.jsonl' matches no file"):
         find_files(registry.load_dataset("chats").files, registry.root)

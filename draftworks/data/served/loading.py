@@ -10,7 +10,7 @@ import codecs
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -20,6 +20,7 @@ from typing import Any
 from draftworks.config.data import ServedSpec
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import ANSWER, QUARANTINE_FILE, Conversation, Turn, digest_turns
+from draftworks.data.growing_files import Line
 from draftworks.data.raw_rows import Rejection
 from draftworks.data.served.redaction import HookRow, redact_rows
 from draftworks.data.served.secrets import REVISION, digest_hook, find_secret, mask_text
@@ -134,14 +135,21 @@ def load_served(dataset: DatasetSpec, root: Path, out: Path, max_rejected_share:
     return LoadedPrompts(tuple(kept), counts, _describe_lineage(spec, root, paths, tally, counts))
 
 
-def read_served(dataset: DatasetSpec, root: Path, limit: int | None = None) -> Iterator[ServedRow]:
+def read_served(
+    dataset: DatasetSpec, root: Path, limit: int | None = None, arrived: Sequence[Line] | None = None
+) -> Iterator[ServedRow]:
     """Yield the rows of a data set of served prompts, at most `limit`, in the order of its files.
+
+    Args:
+        arrived: lines to read instead of the files.
 
     Raises:
         DataError: an unreadable file, or a failed hook.
     """
     spec = dataset.served or ServedSpec()
-    lines = (line for path in find_dataset_files(dataset, root) for line in _read_lines(path, spec))
+    lines: Iterable[_Line] = (_Line(each.file, each.number, _cut_prefix(each.content)) for each in arrived or ())
+    if arrived is None:
+        lines = (line for path in find_dataset_files(dataset, root) for line in _read_lines(path, spec))
     parsed = (_parse(line, spec) for line in islice(lines, limit))
     calls = 1000 if spec.redaction is None else spec.redaction.rows_per_call
     for batch in _batches(parsed, calls):
@@ -240,9 +248,13 @@ def _read_lines(path: Path, spec: ServedSpec) -> Iterator[_Line]:
                     continue
                 raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
                 if raw.strip():
-                    yield _Line(str(path), number, _LOG_PREFIX.sub(b"", raw, count=1))
+                    yield _Line(str(path), number, _cut_prefix(raw))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _cut_prefix(raw: bytes) -> bytes:
+    return _LOG_PREFIX.sub(b"", raw, count=1)
 
 
 def _parse(line: _Line, spec: ServedSpec) -> _Parsed:
