@@ -37,11 +37,11 @@ def claim_again(db: Connection, run: int, keys: Iterable[str]) -> None:
 
 
 def mark_unused(db: Connection, run: int, keys: Iterable[str]) -> None:
-    """Have keys freed that a producer has put and no reference needs."""
+    """Have keys freed that a producer has put and no reference needs; -1: also if a removal that has begun is confirmed."""
     for key in keys:
         db.execute(
             "INSERT INTO keys VALUES (?, ?, 0, 0) ON CONFLICT (run, key) DO UPDATE "
-            "SET freed = CASE freed WHEN 0 THEN -1 ELSE 0 END WHERE uses = 0",
+            "SET freed = CASE WHEN freed IN (0, -1) THEN -1 ELSE 0 END WHERE uses = 0",
             (run, key),
         )
 

@@ -65,3 +65,15 @@ def test_no_committed_reference_loses_its_features(store: KeyedFeatureStore, fre
     orphans = orphans.union(*(producer.put for producer in producers))
     keys = {key for ref in refs for key in ref.feature_keys.values()}
     assert keys - set(store.find_missing(keys)) <= orphans, "left is what was put and never committed, at most"
+
+
+def test_what_two_producers_put_while_it_was_being_removed_is_removed_again():
+    controller = controller_of(InMemoryMetadataStore(), Clock())
+    ref = make_ref(0, random.Random(0))
+    keys = set(ref.feature_keys.values())
+    controller.commit_samples([ref], frees=0)
+    unused = controller.ack_step([ref.sample_id], 1, 0, True, ()).unused
+    assert set(unused) == keys
+    for _ in range(2):
+        controller.commit_samples([ref], frees=0)  # a sample that somebody else has committed
+    assert set(controller.free_keys(unused)) == keys, "the removal was of what was there before"
