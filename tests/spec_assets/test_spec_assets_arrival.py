@@ -31,8 +31,10 @@ def let_arrive(site: Any, **streaming: Any) -> None:
     site.target_file.write_text(yaml.safe_dump({**entry, "streaming": {**order, **streaming}}))
 
 
-def run(site: Any, **options: Any) -> dg.ExecuteInProcessResult:
-    result = site.run(instance=dg.DagsterInstance.ephemeral(), **options)
+def run(site: Any, *more: str) -> dg.ExecuteInProcessResult:
+    """Make the draft and what it needs, and more."""
+    selection = [dg.AssetKey(each) for each in (*TRAINED, *more)]
+    result = site.run(instance=dg.DagsterInstance.ephemeral(), asset_selection=selection)
     assert result.success, [event.message for event in result.all_events if event.is_failure]
     return result
 
@@ -56,7 +58,7 @@ def arrived(finished_site, tmp_path_factory) -> Any:
     site.write_chats(ROWS)
     let_arrive(site, until={"steps": STEPS})
     with killing(site, {3: "train"}, rank=0):
-        result = run(site)
+        result = run(site, "heldout_eval_features", "eagle3_report")
     return site, result
 
 
@@ -97,7 +99,7 @@ def test_kills_of_a_producer_and_of_the_trainer_change_neither_order_nor_weights
         site.write_chats(ROWS)
         let_arrive(site, until={"source": True})
         with killing(site, plan, rank=0):
-            run(site, asset_selection=[dg.AssetKey(each) for each in TRAINED])
+            run(site)
         drafts.append(read_draft(site))
         steps = drafts[-1].summary["steps"]
         assert drafts[-1].summary["order"] == digest_source_order(site, steps)
