@@ -28,7 +28,6 @@ def test_every_reference_passes_every_phase(tmp_path: Path) -> None:
     assert found["rows"][-1]["phase"] == "restart"
     slim = found["slim"]
     assert slim["slim_bytes"] < slim["json_bytes"] / 3
-    assert slim["encode_us"] < slim["to_json_us"] / 3
     assert "total" in done.output
 
 

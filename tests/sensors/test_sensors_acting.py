@@ -220,7 +220,7 @@ def test_a_damaged_ledger_starts_nothing_and_says_so(acting: ActingFleet, instan
     BudgetFile(acting.var).path.write_text("nonsense\n")
     _, result = evaluate(acting, instance)
     assert not result.run_requests
-    assert "budget.jsonl: line 1" in str(result.skip_message)
+    assert "budget.jsonl, line 1" in str(result.skip_message)
 
 
 def test_a_strategy_that_is_new_since_the_code_location_was_loaded_waits_for_a_reload_and_then_starts(
