@@ -69,7 +69,7 @@ def training_features(
     def still_stored(artifact: Artifact) -> bool:
         if artifact.summary.get(PLANNED):
             return spec.streaming is not None
-        from draftworks.features.presence import holds_feature_set
+        from draftworks.features.open_store import holds_feature_set
 
         return holds_feature_set(store, artifact.path)
 

@@ -22,8 +22,7 @@ from typing import Any
 
 from draftworks.errors import StoreError
 from draftworks.features.object_shard import header_from_json, header_to_json
-from draftworks.features.shard_index import ShardIndex
-from draftworks.features.shards import ShardHeader
+from draftworks.features.shards import ShardHeader, ShardIndex
 from draftworks.storage.files import parse_json
 from draftworks.storage.object_store import ObjectStore
 

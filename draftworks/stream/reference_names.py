@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
+from draftworks.features.loader import QueueDataLoader
 from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.manifest import OfflineManifestReader
 from draftworks.features.memory_store import MemoryFeatureStore
-from draftworks.features.offline_manifest import OfflineManifestReader
-from draftworks.features.queue_loader import QueueDataLoader
 from draftworks.features.wrapped_store import WrappedStore
 from draftworks.stream.arrival_producer import drive_producer
 from draftworks.stream.arrival_stream import RefDistributor

@@ -14,8 +14,7 @@ from draftworks.config.registry_files import TrainingSpec
 from draftworks.distributed.collectives import get_rank, run_on_every_rank
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError
-from draftworks.features.loader import FeatureDataLoader
-from draftworks.features.training_loader import TrainingLoader
+from draftworks.features.loader import FeatureDataLoader, TrainingLoader
 from draftworks.stream.arrival_stream import ArrivalStream
 from draftworks.stream.control_plane import LOCAL_COLOCATED, ControlPlane, resolve_control_plane
 from draftworks.training.checkpoint_files import read_record

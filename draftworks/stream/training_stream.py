@@ -14,8 +14,7 @@ from draftworks.config.run_files import StreamPlace
 from draftworks.data.rejected import RejectedSample
 from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, run_on_every_rank
 from draftworks.errors import ConfigError, DraftworksError
-from draftworks.features.feature_source import FeatureSource
-from draftworks.features.manifest import FeatureSetManifest
+from draftworks.features.manifest import FeatureSetManifest, FeatureSource
 from draftworks.features.open_store import open_store_to_write
 from draftworks.stream.awaited_store import AwaitedStore
 from draftworks.stream.control_client import RemoteMetadataStore

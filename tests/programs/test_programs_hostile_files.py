@@ -26,7 +26,7 @@ from draftworks.data.vocab import VocabMapping
 from draftworks.errors import DraftworksError
 from draftworks.export.checkpoint_files import read_checkpoint
 from draftworks.features.manifest import read_feature_set
-from draftworks.features.sample_file import read_sample_header, write_sample
+from draftworks.features.sample_folder import read_sample_header, write_sample
 from draftworks.features.shards import read_header
 from draftworks.storage.artifacts import ArtifactStore, BuildResult, FileRecord
 from draftworks.targets.resolve import _read_model_config

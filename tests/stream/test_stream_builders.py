@@ -13,8 +13,8 @@ from resumable_runs import assert_bit_equal
 from stream_toys import TRAINING, StreamFiles
 
 from draftworks.errors import ConfigError
-from draftworks.features.joined_store import JoinedStore
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
+from draftworks.features.wrapped_store import JoinedStore
 from draftworks.stream.arrival_stream import ArrivalStream, ListedRefs
 from draftworks.stream.control_plane import resolve_control_plane
 from draftworks.stream.controller import DataFlowController
