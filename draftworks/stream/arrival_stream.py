@@ -22,12 +22,10 @@ from draftworks.features.loader import QueueDataLoader, packed_steps, padded_ste
 from draftworks.features.packing import PackLimits
 from draftworks.stream.arrival_producer import SOURCE, SourceFact, require_batch_of
 from draftworks.stream.capture_worker import LONGEST_POLL_S, POLL_S
-from draftworks.stream.control_plane import ControlPlane
-from draftworks.stream.controller import PAGE, DataFlowController
+from draftworks.stream.controller import PAGE, ControlPlane, DataFlowController
+from draftworks.stream.metadata_store import IDLE_TIMEOUT_S, DeadLetter, TaskCounts
 from draftworks.stream.ref_set import RefSet
 from draftworks.stream.step_acks import FreeAt, StepAcks
-from draftworks.stream.tasks import DeadLetter, TaskCounts
-from draftworks.stream.watermark import IDLE_TIMEOUT_S
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -17,8 +17,7 @@ from draftworks.features.open_store import open_store_to_write
 from draftworks.storage.identity import DIGEST_LENGTH
 from draftworks.stream.arrival_producer import LOOK_S, SOURCE, SourceFact
 from draftworks.stream.arrival_stream import ArrivalStream
-from draftworks.stream.control_plane import LOCAL_COLOCATED, ControlPlane, resolve_control_plane
-from draftworks.stream.controller import DataFlowController
+from draftworks.stream.controller import LOCAL_COLOCATED, ControlPlane, DataFlowController, resolve_control_plane
 from draftworks.stream.training_stream import open_controller
 
 

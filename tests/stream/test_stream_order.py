@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError
 from draftworks.features.schedule import PackedTrainSchedule, PaddedTrainSchedule
-from draftworks.stream.stream_order import StreamOrder, find_lifetimes
+from draftworks.stream.streaming_plan import StreamOrder, find_lifetimes
 
 
 @st.composite
