@@ -26,8 +26,7 @@ from draftworks.export.speculators_keys import (
     read_proposed_tokens,
 )
 from draftworks.export.vllm_releases import name_releases
-from draftworks.strategies.mtp.head_names import HeadNames, split_experts
-from draftworks.strategies.mtp.target_head import TargetHead, build_modules, read_whole_config
+from draftworks.strategies.mtp.target_head import HeadNames, TargetHead, build_modules, read_whole_config, split_experts
 
 _LAYERS = "transformer_layer_config"
 _QUANTIZATION = "quantization_config"
