@@ -44,7 +44,7 @@ class StepOutput:
             `loss_sums`, `loss_denoms` (loss per step), `acceptance_sums`, `acceptance_denoms` (probability that
             rejection sampling accepts, in evaluations; with a reduced vocabulary over the positions whose label is in
             it, and `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), over all labels the
-            probability that a server accepts by each decoding of the context, see draftworks.drafts.acceptance, and the
+            probability that a server accepts by each decoding of the context, see draftworks.drafts.sampling, and the
             strategy's own:
             `X_sums` with `X_denoms` are reported as `eval/X`.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.vllm_releases import is_read, is_served_alone
+from draftworks.export.conventions import is_read, is_served_alone
 from draftworks.storage.files import read_json
 from draftworks.storage.hub import fetch_hub_file
 

@@ -16,7 +16,7 @@ from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, FeatureSet, Ta
 from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.errors import StoreError
 from draftworks.evaluation.eval_cache import EvalCache, EvalConfig
-from draftworks.export.names import CARD
+from draftworks.export.conventions import CARD
 from draftworks.planning.draft_inputs import DraftInputs
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import FileDigests, LastHidden, digest, file_digest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import DraftworksError, StoreError
-from draftworks.export.names import GATE_MEANINGS
+from draftworks.export.conventions import GATE_MEANINGS
 from draftworks.service.register import ServedDraft
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.names import of_strategy, require_name

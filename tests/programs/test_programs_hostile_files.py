@@ -24,7 +24,7 @@ from draftworks.data.raw_rows import read_rows
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
 from draftworks.errors import DraftworksError
-from draftworks.export.checkpoint_files import read_checkpoint
+from draftworks.export.canonical import read_checkpoint
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.sample_folder import read_sample_header, write_sample
 from draftworks.features.shards import read_header

@@ -13,7 +13,7 @@ from planning_toys import LLAMA_8B
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
-from draftworks.export.names import CARD
+from draftworks.export.conventions import CARD
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.identity import DigestNotCached, FileDigests, digest
 from draftworks.storage.names import FP8_GATE, HELDOUT

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.config.decoding import Decoding
-from draftworks.drafts.acceptance import find_served_targets, measure_acceptance, name_served_sums
 from draftworks.drafts.logit_losses import (
     LossSums,
     SoftLabels,
@@ -27,6 +26,7 @@ from draftworks.drafts.logit_losses import (
     score_labels,
 )
 from draftworks.drafts.objectives import LossSettings
+from draftworks.drafts.sampling import find_served_targets, measure_acceptance, name_served_sums
 from draftworks.strategies.dflash.options import DFlashOptions
 
 LabelWeighting = Callable[[Tensor, Tensor], Tensor]

@@ -12,11 +12,9 @@ from torch import Generator, Tensor, nn
 from draftworks.config.strategies import MetricSums
 from draftworks.drafts.anchors import Blocks, derive_sample_seed, draw_blocks, gather_labels, make_label_mask
 from draftworks.drafts.attention import DraftAttention, KeyValue, Window
-from draftworks.drafts.collation import BatchLayout
-from draftworks.drafts.decoder_strategy import DecoderStrategy
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.decoder_strategy import DecoderStrategy, resolve_mask_token
+from draftworks.drafts.documents import BatchLayout, Documents
 from draftworks.drafts.objectives import LossSettings
-from draftworks.drafts.option_defaults import resolve_mask_token
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts

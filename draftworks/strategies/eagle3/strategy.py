@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from draftworks.drafts.collation import BatchLayout, mask_last_positions
 from draftworks.drafts.decoder_strategy import DecoderStrategy
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.documents import BatchLayout, Documents, mask_last_positions
 from draftworks.drafts.objectives import (
     BatchObjective,
     Blend,

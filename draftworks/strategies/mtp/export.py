@@ -15,9 +15,9 @@ from torch import Tensor
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.conventions import PROVENANCE, name_releases
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
 from draftworks.export.layer_keys import build_dtype_keys, require
-from draftworks.export.names import PROVENANCE
 from draftworks.export.speculators_keys import (
     build_speculators_keys,
     build_vllm_commands,
@@ -25,7 +25,6 @@ from draftworks.export.speculators_keys import (
     locate_model,
     read_proposed_tokens,
 )
-from draftworks.export.vllm_releases import name_releases
 from draftworks.strategies.mtp.target_head import HeadNames, TargetHead, build_modules, read_whole_config, split_experts
 
 _LAYERS = "transformer_layer_config"

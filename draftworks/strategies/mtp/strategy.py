@@ -9,8 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.collation import BatchLayout, collate_features, sample_lengths
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.documents import BatchLayout, Documents, collate_features, sample_lengths
 from draftworks.drafts.objectives import token_mean_label_mask
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import ChainStrategy, Drafter, Proposal, StepContext, StepOutput

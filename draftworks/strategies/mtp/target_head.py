@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from draftworks.config.run_files import TargetFiles
-from draftworks.drafts.weight_files import WeightFiles
+from draftworks.drafts.target_parts import WeightFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.files import read_json
 from draftworks.storage.words import list_names

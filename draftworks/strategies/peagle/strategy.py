@@ -16,12 +16,10 @@ from torch.nn import functional as F
 
 from draftworks.drafts.anchors import derive_sample_seed
 from draftworks.drafts.attention import KeyValue
-from draftworks.drafts.collation import BatchLayout, mask_last_positions
-from draftworks.drafts.decoder_strategy import DecoderStrategy
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.decoder_strategy import DecoderStrategy, resolve_mask_token
+from draftworks.drafts.documents import BatchLayout, Documents, mask_last_positions
 from draftworks.drafts.layers import Rotation
 from draftworks.drafts.objectives import LossSettings, specforge_label_mask, token_mean_label_mask
-from draftworks.drafts.option_defaults import resolve_mask_token
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
