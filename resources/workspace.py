@@ -20,8 +20,7 @@ from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.legacy_stores import find_answers
 from draftworks.storage.object_access import parse_object_url
-from draftworks.storage.object_store import ObjectStore
-from draftworks.storage.publication import Publication
+from draftworks.storage.object_store import ObjectStore, Publication
 from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import digest_training_data

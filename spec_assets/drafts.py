@@ -15,8 +15,7 @@ from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.strategy_metrics import describe_rates, describe_strategy_metrics, format_rates_by_position
 from draftworks.fleet.staleness import OVERRIDES
-from draftworks.planning.draft_inputs import DraftInputs
-from draftworks.planning.identities import DRAFT_CODE_VERSION
+from draftworks.planning.identities import DRAFT_CODE_VERSION, DraftInputs
 from draftworks.storage.artifacts import Artifact, BuildResult, Claim
 from draftworks.storage.names import (
     HELDOUT_FEATURES,

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftworks.config.draft_options import LayerOptions, choose_layer_shape, find_embedding_scale
-from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
+from draftworks.data.target_files import read_plain_config
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.files import require_file
 from draftworks.targets.safetensors_headers import BITS, WEIGHTS, ModelFiles, TensorHeader, read_model_headers

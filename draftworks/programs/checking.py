@@ -1,10 +1,11 @@
-"""`draftworks check`: find what would fail in a run, before the run costs anything."""
+"""`draftworks check` and `draftworks doctor`: what would fail in a run, and whether this installation is sound."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +14,11 @@ import typer
 from draftworks.errors import DraftworksError
 from draftworks.preflight.examine import examine_entry
 from draftworks.preflight.findings import SEVERITIES, Finding, Findings
+from draftworks.preflight.installation.doctor import LIMIT_S, Installation, probe_ui_port
+from draftworks.preflight.installation.machine_probes import Probe, run_probes
 from draftworks.preflight.machine import check_writable, find_deployment_warnings
 from draftworks.preflight.services import find_refused_jobs, find_storage_problems, list_scheduler_users
-from draftworks.programs.start import shorten_paths
+from draftworks.programs.start import CHECKOUT, LOOPBACK, build_dagster_environment, is_port_free, shorten_paths
 from draftworks.storage.identity import FileDigests, ReadOnceDigests
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import ReadOnceRegistry, Registry
@@ -116,3 +119,40 @@ def _to_json(shared: list[str], warnings: list[Finding], checked: dict[str, tupl
             for name, findings in checked.items()
         },
     }
+
+
+UI_PORT = 3000
+_WIDEST_STATE = len("warning")
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    port: Annotated[int, typer.Option(help="Of the UI.")] = UI_PORT,
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds after which a probe counts as hanging.")] = LIMIT_S,
+    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT / "registry",
+) -> None:
+    """Examine this installation: versions, disk, GPU, SGLang, permissions, Dagster, clocks, storage, secrets.
+
+    Every line is ok, a warning or an error, with what to do. Nothing is changed; secrets are never shown. Exit code 1
+    with an error, else 0. `draftworks check` looks at the targets.
+    """
+    installation = Installation(Registry(registry), build_dagster_environment(), CHECKOUT)
+    lines = installation.examine(limit)
+    lines += run_probes([Probe("ports", lambda: probe_ui_port(port, is_port_free(port), LOOPBACK))], limit)
+    problems, warnings = (sum(line.severity == state for line in lines) for state in ("error", "warning"))
+    if as_json:
+        found = {"problems": problems, "warnings": warnings, "lines": [asdict(line) for line in lines]}
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        for line in lines:
+            _print_line(line)
+        typer.echo(f"{format_count(problems, 'problem')}, {format_count(warnings, 'warning')}")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _print_line(line: Finding) -> None:
+    found = "\n           ".join(line.text.splitlines())
+    typer.echo(f"{line.severity:<{_WIDEST_STATE}}  {line.where}: {found}")
+    if line.remedy:
+        typer.echo(f"{'':<{_WIDEST_STATE}}  -> {line.remedy}")

@@ -183,7 +183,7 @@ COMMANDS = {
         BEGIN,
     ),
     "doctor": CommandPlace(
-        "doctor",
+        "checking",
         "doctor",
         "Examine this installation: versions, disk, GPU, SGLang, permissions, Dagster, clocks, storage, secrets.",
         BEGIN,
@@ -209,13 +209,13 @@ COMMANDS = {
         MAKE,
     ),
     "import": CommandPlace(
-        "importing",
+        "exchange",
         "import_checkpoint",
         "Import a checkpoint of other software as a draft, to measure or train it; prints the registry entry for it.",
         MAKE,
     ),
     "export-features": CommandPlace(
-        "export_features",
+        "exchange",
         "export_features",
         "Write the stored training features of a target in the layout of speculators 0.9.0.",
         MAKE,

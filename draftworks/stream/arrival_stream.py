@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Protocol
 from draftworks.capture.verify import require_few_failed
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.data.rejected import RejectedSample
-from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, get_world_size, run_on_every_rank
-from draftworks.distributed.decisions import Decision, Verdict, agree
+from draftworks.distributed.collectives import (
+    Decision,
+    Verdict,
+    agree,
+    broadcast_from_rank_0,
+    get_rank,
+    get_world_size,
+    run_on_every_rank,
+)
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef

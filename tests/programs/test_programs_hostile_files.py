@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from draftworks.config.draft_options import DraftConfig, read_draft_config
-from draftworks.data.raw_rows import read_rows
+from draftworks.data.datasets import read_rows
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
 from draftworks.errors import DraftworksError

@@ -24,12 +24,12 @@ from pydantic import BaseModel
 from draftworks.errors import DraftworksError
 from draftworks.preflight.findings import Finding
 from draftworks.preflight.services import (
+    find_existing,
     find_refused_jobs,
     find_storage_problems,
     list_scheduler_users,
     list_storage_places,
 )
-from draftworks.preflight.streams import find_existing
 from draftworks.storage.artifacts import LOCK, PARTIAL, POINTER, RECORD, SCHEMA_VERSION
 from draftworks.storage.files import read_json
 from draftworks.storage.lease import LeasePath, LeaseState

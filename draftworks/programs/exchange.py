@@ -1,17 +1,19 @@
-"""`draftworks export-features`: write the training features of a target for other software."""
+"""`draftworks import` and `export-features`: a checkpoint of other software as a draft, and features for other software."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError, DraftworksError, StoreError
-from draftworks.programs.start import report_error
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.names import TOKENIZED_TRAIN, TRAINING_FEATURES
@@ -21,7 +23,38 @@ from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
-CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
+
+def import_checkpoint(
+    source: Annotated[Path, typer.Argument(help="Folder of a draft: ours, speculators, SGLang/SpecForge or z-lab.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the draft, best below the registry.")],
+    target: Annotated[str, typer.Option(help="The registry's name of the model it drafts for.")],
+    norm_output_means: Annotated[
+        str | None,
+        typer.Option(help="specforge or sglang: by whom `norm_output` of an EAGLE-3 draft is to be understood."),
+    ] = None,
+    registry: RegistryOption = CHECKOUT_REGISTRY,
+) -> None:
+    """Import a checkpoint of other software as a draft, to measure or train it; prints the registry entry for it."""
+    from draftworks.export.importing import import_draft
+
+    try:
+        found = Registry(registry)
+        digests = FileDigests(found.resolve_var_folder() / "digests.json")
+        imported = import_draft(
+            source, resolve_target(found.load_target(target), found, digests), out, norm_output_means
+        )
+    except DraftworksError as error:
+        raise report_error(error) from None
+    defaults = resolve_strategy(imported.strategy).options().model_dump()
+    options = {name: value for name, value in imported.options.items() if value != defaults[name]}
+    where = os.path.relpath(out.resolve(), found.root.resolve())
+    entry = {"strategies": {imported.strategy: {"start_from": where, "options": options, "training": {"max_steps": 0}}}}
+    for remark in imported.remarks:
+        typer.echo(f"note: {remark}", err=True)
+    typer.echo(f"# a draft of the format {imported.format}, measured as it is. For registry/targets/{target}.yaml:")
+    typer.echo(yaml.safe_dump(entry, sort_keys=False, default_flow_style=None), nl=False)
+
+
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -33,7 +66,7 @@ def export_features(
     ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="Write 8-bit floats, for `--hidden-states-backend fp8`.")] = False,
     samples: Annotated[int | None, typer.Option(min=1, help="Only the first samples; default all.")] = None,
-    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT_REGISTRY,
+    registry: RegistryOption = CHECKOUT_REGISTRY,
 ) -> None:
     """Write the stored training features of a target in the layout of speculators 0.9.0."""
     try:
