@@ -17,7 +17,7 @@ from draftworks.data.rejected import KEPT_REASONS, RejectedSample, read_rejected
 from draftworks.errors import ConfigError, StoreError
 from draftworks.planning.identities import DraftInputs, read_draft_inputs
 from draftworks.preflight.compatibility import check_start_from
-from draftworks.preflight.gates import require_passed_fp8_gate
+from draftworks.preflight.plausible_values import require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.identity import digest
 from draftworks.storage.names import of_strategy

@@ -13,9 +13,8 @@ from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import check_quantizer, check_requirements
 from draftworks.preflight.examine import examine_before_run
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.gates import check_decision, require_passed_fp8_gate
 from draftworks.preflight.machine import check_machine, check_placement
-from draftworks.preflight.plausible_values import check_made_dtypes
+from draftworks.preflight.plausible_values import check_decision, check_made_dtypes, require_passed_fp8_gate
 from draftworks.preflight.services import check_served_data
 from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.storage.identity import digest

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef, StoredFile
 from draftworks.features.feature_cache import FeatureCache, ReadAhead
-from draftworks.features.object_index import IndexChange, ObjectIndex
-from draftworks.features.object_shard import PlacedEntry, SampleBytes, encode_shard
+from draftworks.features.object_shard import IndexChange, ObjectIndex, PlacedEntry, SampleBytes, encode_shard
 from draftworks.features.shards import ShardBuffer, ShardHeader
 from draftworks.features.store_parts import LeaseTable, dtype_name, fill_in_ref, require_spec
 from draftworks.storage.object_access import MissingObjectError

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftworks.errors import DraftworksError
 from draftworks.features.contracts import FeatureStore, SampleRef, TrainBatch
-from draftworks.features.scaled_fp8 import decode_features
 from draftworks.features.schedule import MicroBatch
+from draftworks.features.tensor_bytes import decode_features
 
 Sample = dict[str, Tensor]
 Collate = Callable[[Sequence[Mapping[str, Tensor]], Sequence[str]], TrainBatch]

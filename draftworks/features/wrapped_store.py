@@ -14,7 +14,7 @@ from torch import Tensor
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.features.scaled_fp8 import round_stream
+from draftworks.features.tensor_bytes import round_stream
 
 if TYPE_CHECKING:
     from draftworks.config.capture import FeatureStorage

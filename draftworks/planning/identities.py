@@ -43,12 +43,13 @@ from draftworks.storage.records import (
 )
 from draftworks.targets.registry import Registry, apply_overrides
 from draftworks.targets.resolve import resolve_target
-from draftworks.targets.shared_needs import collect_taps, resolve_draft_vocab_size
 from draftworks.targets.training_data import (
+    collect_taps,
     identify_arrival,
     identify_eval_data,
     make_answers_identity,
     make_greedy_settings,
+    resolve_draft_vocab_size,
 )
 
 

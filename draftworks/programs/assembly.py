@@ -28,8 +28,8 @@ from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.manifest import FeatureSetManifest, FeatureSource, read_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.features.packing import PackLimits
-from draftworks.features.scaled_fp8 import get_decoded_dtype
 from draftworks.features.schedule import find_left_out
+from draftworks.features.tensor_bytes import get_decoded_dtype
 from draftworks.features.wrapped_store import JoinedStore, RoundedStore
 from draftworks.programs.program import ProgramContext
 from draftworks.sglang.job_servers import JobServers, make_servers_folder, remove_servers_folders

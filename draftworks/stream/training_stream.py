@@ -175,7 +175,7 @@ class AwaitedStore(WrappedStore):
 
 def _make_random(ref: SampleRef) -> dict[str, Tensor]:
     """Return tensors of a sample's shapes and dtypes, normally distributed, so that no norm of them is zero."""
-    from draftworks.features.scaled_fp8 import make_random_stored
+    from draftworks.features.tensor_bytes import make_random_stored
 
     return {name: make_random_stored(spec.shape, spec.dtype) for name, spec in ref.feature_specs.items()}
 

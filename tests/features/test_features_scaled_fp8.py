@@ -14,7 +14,7 @@ from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureSpec, SampleRef
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.features.scaled_fp8 import (
+from draftworks.features.tensor_bytes import (
     MIN_SCALE,
     SCALE_BYTES,
     decode_features,

@@ -18,7 +18,7 @@ from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.identity import DigestNotCached, FileDigests, digest
 from draftworks.storage.names import FP8_GATE, HELDOUT
 from draftworks.targets.registry import Registry
-from draftworks.targets.shared_needs import collect_taps
+from draftworks.targets.training_data import collect_taps
 from spec_assets import data, features, fp8_gate
 from spec_assets.common import NothingToDo
 from spec_assets.drafts import make_draft_asset
