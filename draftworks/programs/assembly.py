@@ -34,7 +34,7 @@ from draftworks.features.wrapped_store import JoinedStore, RoundedStore
 from draftworks.programs.program import ProgramContext
 from draftworks.sglang.job_servers import JobServers, make_servers_folder, remove_servers_folders
 from draftworks.storage.identity import LayerTap
-from draftworks.stream.trainer_runtime import make_planned_loader
+from draftworks.stream.planned_loader import make_planned_loader
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def write_speculators_features(
     manifest = read_feature_set(features.path)
     norm = read_final_norm(files, files.hidden_size) if manifest.identity.last_normed else None
     wanted = SpeculatorsFeatures(taps, norm, fp8, samples)
-    store = open_store(locate_feature_store(registry, artifacts, files))
+    store = open_store(locate_feature_store(registry, files))
     return export_features(manifest, store, TokenizedSet.open(tokens.path), wanted, out, _make_progress())
 
 

@@ -33,8 +33,9 @@ from draftworks.stream.controller import (
     resolve_control_plane,
 )
 from draftworks.stream.metadata_store import IDLE_TIMEOUT_S, Watermark
+from draftworks.stream.planned_loader import make_planned_loader
 from draftworks.stream.step_acks import FreeAt, StepAcks, require_fresh
-from draftworks.stream.trainer_runtime import TrainerParts, TrainerRuntime, find_start, make_planned_loader, open_plane
+from draftworks.stream.trainer_runtime import TrainerParts, TrainerRuntime, find_start, open_plane
 from draftworks.training.history import History
 
 JOIN_TIMEOUT_S = 120.0

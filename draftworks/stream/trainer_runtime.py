@@ -19,10 +19,8 @@ from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, 
 from draftworks.distributed.stop_signals import Interrupted
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, DataError, StoreError
-from draftworks.features.contracts import FeatureStore, SampleRef
 from draftworks.features.loader import FeatureDataLoader, TrainingLoader
 from draftworks.features.open_store import open_store_to_write
-from draftworks.features.packing import PackLimits
 from draftworks.storage.identity import DIGEST_LENGTH
 from draftworks.stream.arrival_producer import LOOK_S, SOURCE, SourceFact
 from draftworks.stream.arrival_stream import ArrivalStream
@@ -128,46 +126,6 @@ def find_start(parts: TrainerParts, resume: bool, resume_from: Path | None) -> t
         return parts, 0
     step = run_on_every_rank(lambda: read_record(folder).step)
     return replace(parts, persistence=replace(persistence, resume_from=folder)), step
-
-
-def make_planned_loader(
-    refs: Sequence[SampleRef],
-    store: FeatureStore,
-    strategy: DraftStrategy,
-    training: TrainingSpec,
-    rank: int = 0,
-    world: int = 1,
-    left_out: Sequence[int] = (),
-) -> FeatureDataLoader:
-    """Return the loader of a rank's shuffled micro-batches, padded or packed.
-
-    Raises:
-        ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
-        DataError: a sample does not fit into a packed row.
-    """
-    if training.pack_tokens is not None:
-        return FeatureDataLoader.for_packed_training(
-            refs,
-            store,
-            PackLimits(training.pack_tokens, training.pack_overlong),
-            strategy.pack,
-            global_batch_size=training.global_batch_size,
-            rank=rank,
-            world=world,
-            seed=training.seed,
-            left_out=left_out,
-        )
-    return FeatureDataLoader.for_training(
-        refs,
-        store,
-        training.micro_batch_size,
-        strategy.collate,
-        global_batch_size=training.global_batch_size,
-        rank=rank,
-        world=world,
-        seed=training.seed,
-        left_out=left_out,
-    )
 
 
 class ArrivalTraining:

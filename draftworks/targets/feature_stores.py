@@ -1,31 +1,44 @@
-"""Where the features of a target's weights are stored, by the registry's deployment.yaml. Torch-free."""
+"""Where the features of a target's weights are stored, by the registry's deployment.yaml, and earlier answers. Torch-free."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from draftworks.config.features import ObjectFeaturesSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
-from draftworks.storage.artifacts import ArtifactStore
+from draftworks.errors import StoreError
 from draftworks.storage.identity import DIGEST_LENGTH
-from draftworks.storage.legacy_stores import find_store
 from draftworks.storage.object_access import parse_object_url
 from draftworks.targets.registry import Registry
 
 _WEIGHTS = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
 
 
-def locate_feature_store(registry: Registry, artifacts: ArtifactStore, files: TargetFiles) -> StoreSpec:
+def locate_feature_store(registry: Registry, files: TargetFiles) -> StoreSpec:
     """Return the feature store of a target's weights, shared by all runs, strategies and targets of these weights.
 
     Raises:
-        StoreError: features that an earlier version stored under the target's name cannot be moved there.
+        StoreError: nothing is stored for these weights, but a version of before 22 November 2026 stored features under the
+            target's name: they would be captured again without a word.
     """
     spec = describe_store(registry, files.digest)
-    if spec.objects is None:
-        find_store(spec.root.parent, files.digest, files.name, artifacts)
+    if spec.objects is None and not spec.root.exists():
+        _refuse_named_store(spec.root, files.name)
     return spec
+
+
+def _refuse_named_store(root: Path, name: str) -> None:
+    """Raise StoreError if a store below a target's name is no store of a digest yet; versions of before linked it."""
+    named = root.parent / name
+    holds = any(any((named / folder).glob(files)) for folder, files in (("shards", "*"), ("samples", "*/*")))
+    if holds and not any(path.is_symlink() and path.resolve() == named.resolve() for path in root.parent.iterdir()):
+        raise StoreError(
+            f"{named}: features under a target's name, as versions of before 22 November 2026 stored them; expected them "
+            f"under the digest of its weights, {root.name}. If they are of these weights: ln -s {name} {root}; otherwise "
+            "move the folder away"
+        )
 
 
 def locate_store_folder(registry: Registry) -> Path:
@@ -68,3 +81,20 @@ def list_stores(registry: Registry) -> list[StoreSpec]:
     except FileNotFoundError:
         return []
     return [describe_store(registry, name) for name in names if _WEIGHTS.fullmatch(name)]
+
+
+def find_earlier_answers(root: Path, weights: str) -> list[Path]:
+    """Return the files `root/{target}/{part}/{identity}.jsonl` of answers by these weights, under any target's name.
+
+    Versions of before 22 November 2026 wrote them there; now they lie below the digest of the weights.
+    """
+    return [path for path in sorted(root.glob("*/*/*.jsonl")) if _read_weights_digest(path) == weights]
+
+
+def _read_weights_digest(path: Path) -> str | None:
+    """Return the weights digest in the header of an answers file; None if it has none, and is therefore unusable."""
+    try:
+        with path.open("rb") as stream:
+            return json.loads(stream.readline())["identity"]["target"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
