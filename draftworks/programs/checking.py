@@ -69,17 +69,17 @@ def check(
     refused = find_refused_jobs(found, list_scheduler_users(found, names))
     for name in names:
         entry = [*examine_entry(name, found, digests, var), *(Finding("error", text) for text in refused.get(name, ()))]
-        checked[name] = tuple(one for one in entry if one.text not in shared)
+        checked[name] = tuple(finding for finding in entry if finding.text not in shared)
         if not as_json:
             _print_findings(name, checked[name], registry, len(checked[name]) < len(entry))
-    errors = len(shared) + sum(one.severity == "error" for findings in checked.values() for one in findings)
+    errors = len(shared) + sum(finding.severity == "error" for findings in checked.values() for finding in findings)
     if as_json:
         typer.echo(json.dumps(_to_json(shared, warnings, checked), indent=2))
     else:
-        for one in [*(Finding("error", text) for text in shared), *warnings]:
-            typer.echo(f"{one.severity}: {shorten_paths(one.text, registry)}")
-        everything = [*warnings, *(one for findings in checked.values() for one in findings)]
-        doubts = sum(one.severity == "warning" for one in everything)
+        for finding in [*(Finding("error", text) for text in shared), *warnings]:
+            typer.echo(f"{finding.severity}: {shorten_paths(finding.text, registry)}")
+        everything = [*warnings, *(finding for findings in checked.values() for finding in findings)]
+        doubts = sum(finding.severity == "warning" for finding in everything)
         counted = [format_count(errors, "problem") if errors else "no problems"]
         counted += [format_count(doubts, "warning")] if doubts else []
         typer.echo(f"{format_count(len(checked), 'target')} in {registry}: {', '.join(counted)}", err=bool(errors))
@@ -109,23 +109,24 @@ def _print_findings(name: str, findings: tuple[Finding, ...], registry: Path, ha
     Args:
         has_shared: whether it has problems that it shares with others, which are printed after all targets.
     """
-    errors = sum(one.severity == "error" for one in findings)
-    warnings = sum(one.severity == "warning" for one in findings)
+    errors = sum(finding.severity == "error" for finding in findings)
+    warnings = sum(finding.severity == "warning" for finding in findings)
     parts = [format_count(count, what) for count, what in ((errors, "problem"), (warnings, "warning")) if count]
     sound = "ok but for the problems below" if has_shared else "ok"
     typer.echo(f"{name}: {', '.join(parts) if errors else ', '.join([sound, *parts])}")
-    for one in sorted(findings, key=lambda one: SEVERITIES.index(one.severity)):
-        for line in one.text.splitlines():
-            typer.echo(f"  {one.severity}: {shorten_paths(line, registry)}")
+    for finding in sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)):
+        for line in finding.text.splitlines():
+            typer.echo(f"  {finding.severity}: {shorten_paths(line, registry)}")
 
 
 def _to_json(shared: list[str], warnings: list[Finding], checked: dict[str, tuple[Finding, ...]]) -> dict[str, object]:
     return {
         "problems": shared,
-        "warnings": [one.text for one in warnings],
+        "warnings": [finding.text for finding in warnings],
         "targets": {
             name: {
-                f"{severity}s": [one.text for one in findings if one.severity == severity] for severity in SEVERITIES
+                f"{severity}s": [finding.text for finding in findings if finding.severity == severity]
+                for severity in SEVERITIES
             }
             for name, findings in checked.items()
         },
