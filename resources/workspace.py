@@ -20,7 +20,7 @@ from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.object_access import parse_object_url
 from draftworks.storage.object_store import ObjectStore, Publication
-from draftworks.targets.feature_stores import find_earlier_answers, locate_feature_store
+from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import digest_training_data
 from draftworks.targets.weights import WEIGHT_CHECKS
@@ -119,10 +119,6 @@ class Workspace(dg.ConfigurableResource):
     def locate_answers(self, files: TargetFiles) -> Path:
         """Return the folder of answers of a target's weights, one record per conversation, for all runs."""
         return self.var / "answers" / files.digest
-
-    def find_earlier_answers(self, files: TargetFiles) -> list[Path]:
-        """Return files of answers of these weights that earlier versions kept below the names of targets."""
-        return find_earlier_answers(self.var / "answers", files.digest)
 
     def locate_run_folder(self, run_id: str, step: str) -> Path:
         """Return the folder of run file, messages and log of a launched job."""

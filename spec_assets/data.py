@@ -197,7 +197,6 @@ def answer_conversations(
             conversations=source.folder,
             workers=workspace.resolve_launcher(spec.name, "regenerate").workers,
             answers=workspace.locate_answers(files),
-            earlier_answers=workspace.find_earlier_answers(files),
             responses=responses,
             only_last_turn=spec.data.only_last_turn,
             max_rejected_share=spec.data.max_rejected_share,

@@ -209,13 +209,13 @@ COMMANDS = {
         MAKE,
     ),
     "import": CommandPlace(
-        "exchange",
+        "importing",
         "import_checkpoint",
         "Import a checkpoint of other software as a draft, to measure or train it; prints the registry entry for it.",
         MAKE,
     ),
     "export-features": CommandPlace(
-        "exchange",
+        "export_features",
         "export_features",
         "Write the stored training features of a target in the layout of speculators 0.9.0.",
         MAKE,

@@ -1,8 +1,7 @@
-"""Where the features of a target's weights are stored, by the registry's deployment.yaml, and earlier answers. Torch-free."""
+"""Where the features of a target's weights are stored, by the registry's deployment.yaml. Torch-free."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -81,20 +80,3 @@ def list_stores(registry: Registry) -> list[StoreSpec]:
     except FileNotFoundError:
         return []
     return [describe_store(registry, name) for name in names if _WEIGHTS.fullmatch(name)]
-
-
-def find_earlier_answers(root: Path, weights: str) -> list[Path]:
-    """Return the files `root/{target}/{part}/{identity}.jsonl` of answers by these weights, under any target's name.
-
-    Versions of before 22 November 2026 wrote them there; now they lie below the digest of the weights.
-    """
-    return [path for path in sorted(root.glob("*/*/*.jsonl")) if _read_weights_digest(path) == weights]
-
-
-def _read_weights_digest(path: Path) -> str | None:
-    """Return the weights digest in the header of an answers file; None if it has none, and is therefore unusable."""
-    try:
-        with path.open("rb") as stream:
-            return json.loads(stream.readline())["identity"]["target"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

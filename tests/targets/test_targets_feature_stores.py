@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import StoreError
-from draftworks.targets.feature_stores import find_earlier_answers, list_stores, locate_feature_store
+from draftworks.targets.feature_stores import list_stores, locate_feature_store
 from draftworks.targets.registry import Registry
 
 WEIGHTS, OTHERS = "0" * 16, "1" * 16
@@ -42,13 +41,3 @@ def test_weights_that_come_later_get_a_store_of_their_own_beside_a_linked_one(re
     root = registry.resolve_var_folder() / "feature_store"
     (root / WEIGHTS).symlink_to("tiny")
     assert locate_feature_store(registry, files_of(tiny_target, OTHERS)).root == root / OTHERS
-
-
-def test_answers_are_found_by_the_weights_that_gave_them(tmp_path):
-    for name, weights in (("a/responses", WEIGHTS), ("copy/heldout_responses", WEIGHTS), ("b/responses", OTHERS)):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "1.jsonl").write_text(json.dumps({"identity": {"target": weights}}) + "\n")
-    (tmp_path / "a" / "responses" / "torn.jsonl").write_text('{"iden')
-    (tmp_path / WEIGHTS).mkdir()
-    found = [str(path.relative_to(tmp_path).parent) for path in find_earlier_answers(tmp_path, WEIGHTS)]
-    assert found == ["a/responses", "copy/heldout_responses"]

@@ -1,15 +1,13 @@
-"""`draftworks import` and `export-features`: a checkpoint of other software as a draft, and features for other software."""
+"""`draftworks export-features`: write the training features of a target for other software."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError, DraftworksError, StoreError
@@ -22,38 +20,6 @@ from draftworks.storage.words import format_count, suggest_or_list
 from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
-
-
-def import_checkpoint(
-    source: Annotated[Path, typer.Argument(help="Folder of a draft: ours, speculators, SGLang/SpecForge or z-lab.")],
-    out: Annotated[Path, typer.Argument(help="New folder for the draft, best below the registry.")],
-    target: Annotated[str, typer.Option(help="The registry's name of the model it drafts for.")],
-    norm_output_means: Annotated[
-        str | None,
-        typer.Option(help="specforge or sglang: by whom `norm_output` of an EAGLE-3 draft is to be understood."),
-    ] = None,
-    registry: RegistryOption = CHECKOUT_REGISTRY,
-) -> None:
-    """Import a checkpoint of other software as a draft, to measure or train it; prints the registry entry for it."""
-    from draftworks.export.importing import import_draft
-
-    try:
-        found = Registry(registry)
-        digests = FileDigests(found.resolve_var_folder() / "digests.json")
-        imported = import_draft(
-            source, resolve_target(found.load_target(target), found, digests), out, norm_output_means
-        )
-    except DraftworksError as error:
-        raise report_error(error) from None
-    defaults = resolve_strategy(imported.strategy).options().model_dump()
-    options = {name: value for name, value in imported.options.items() if value != defaults[name]}
-    where = os.path.relpath(out.resolve(), found.root.resolve())
-    entry = {"strategies": {imported.strategy: {"start_from": where, "options": options, "training": {"max_steps": 0}}}}
-    for remark in imported.remarks:
-        typer.echo(f"note: {remark}", err=True)
-    typer.echo(f"# a draft of the format {imported.format}, measured as it is. For registry/targets/{target}.yaml:")
-    typer.echo(yaml.safe_dump(entry, sort_keys=False, default_flow_style=None), nl=False)
-
 
 _SECONDS_BETWEEN_LINES = 10.0
 
