@@ -1,9 +1,8 @@
 """The record of a decision, `decision.json`, and people's answers and holds, with who, when and why. Torch-free.
 
-{var}/decisions/{target}/{strategy}/decision.json           the newest decision, replaced by one rename
-{var}/decisions/{target}/{strategy}/history/{number}.json   each decision before it, never changed
-{var}/decisions/{target}/{strategy}/.lock/                  the lease of whoever replaces it
-{var}/decisions/people.jsonl                                answers and holds, one event a line, see `open_log`
+{var}/decisions/{target}/{strategy}/decision.json     the newest decision
+{var}/decisions/{target}/{strategy}/history/, .lock/  see `draftworks.storage.event_log.NumberedRecord`
+{var}/decisions/people.jsonl                          answers and holds, one event a line, see `open_log`
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from draftworks.errors import StoreError
-from draftworks.storage.event_log import EventLog
-from draftworks.storage.file_lock import hold_lock
-from draftworks.storage.files import publish_json, read_json
+from draftworks.storage.event_log import EventLog, NumberedRecord
 from draftworks.storage.names import require_name
 
 SCHEMA_VERSION = 1
-FOLDER, RECORD, HISTORY, LOCK = "decisions", "decision.json", "history", ".lock"
-MAX_BYTES = 1 << 20
-DIGITS = 8
+FOLDER, RECORD = "decisions", "decision.json"
 
 
 class Choice(StrEnum):
@@ -178,20 +173,16 @@ def save_decision(var: Path, decision: Decision) -> Decision:
     Raises:
         StoreError: the newest decision is damaged, or of another target.
     """
-    folder = _locate(var, decision.target, decision.strategy)
-    folder.mkdir(parents=True, exist_ok=True)
+
+    def make(newest: Decision | None) -> Decision | None:
+        if newest is not None and (newest.subject, newest.choice) == (decision.subject, decision.choice):
+            return None
+        return replace(decision, number=1 if newest is None else newest.number + 1)
+
     busy = f"the decision of {decision.target}, {decision.strategy} is being written by another process: waiting"
-    with hold_lock(folder / LOCK, busy) as lease:
-        current = find_decision(var, decision.target, decision.strategy)
-        if current is not None and (current.subject, current.choice) == (decision.subject, decision.choice):
-            return current
-        if current is not None:
-            (folder / HISTORY).mkdir(exist_ok=True)
-            publish_json(_locate_number(folder, current.number), current.to_json())
-        made = replace(decision, number=1 if current is None else current.number + 1)
-        lease.confirm()
-        publish_json(folder / RECORD, made.to_json())
-        return made
+    found = _open_record(var, decision.target, decision.strategy).replace(make, busy)
+    assert found is not None
+    return found
 
 
 def find_decision(var: Path, target: str, strategy: str) -> Decision | None:
@@ -200,52 +191,33 @@ def find_decision(var: Path, target: str, strategy: str) -> Decision | None:
     Raises:
         StoreError: the file is damaged, or of another target.
     """
-    return _read(_locate(var, target, strategy) / RECORD, target, strategy)
+    return _open_record(var, target, strategy).find()
 
 
 def list_decisions(var: Path) -> list[Decision]:
     """Return the newest decision of every target and strategy, sorted by both. Raises StoreError for a damaged one."""
-    found = (
-        _read(path, path.parent.parent.name, path.parent.name) for path in sorted((var / FOLDER).glob(f"*/*/{RECORD}"))
-    )
-    return [each for each in found if each is not None]
+    places = sorted(path.parent for path in (var / FOLDER).glob(f"*/*/{RECORD}"))
+    found = (find_decision(var, place.parent.name, place.name) for place in places)
+    return [decision for decision in found if decision is not None]
 
 
 def read_decision_history(var: Path, target: str, strategy: str) -> list[Decision]:
     """Return every decision of a target and strategy, oldest first, the newest last."""
-    # The newest first: if it is replaced meanwhile, the history has it.
-    current = find_decision(var, target, strategy)
-    if current is None:
-        return []
-    folder = _locate(var, target, strategy)
-    earlier = (_read(_locate_number(folder, number), target, strategy) for number in range(1, current.number))
-    return [*(each for each in earlier if each is not None), current]
+    return list(_open_record(var, target, strategy).read_history())
 
 
-def _locate(var: Path, target: str, strategy: str) -> Path:
-    return var / FOLDER / require_name(target) / require_name(strategy)
+def _open_record(var: Path, target: str, strategy: str) -> NumberedRecord[Decision]:
+    def parse(values: Any, where: str) -> Decision:
+        found = Decision.from_json(values, where)
+        if (found.target, found.strategy) != (target, strategy):
+            raise StoreError(
+                f"{where}: expected a decision about {target}, {strategy}, found one about {found.target}, "
+                f"{found.strategy}: was the file copied? Remove it: it is decided again"
+            )
+        return found
 
-
-def _locate_number(folder: Path, number: int) -> Path:
-    return folder / HISTORY / f"{number:0{DIGITS}}.json"
-
-
-def _read(path: Path, target: str, strategy: str) -> Decision | None:
-    try:
-        values = read_json(path, MAX_BYTES)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise StoreError(
-            f"{path}: cannot be read as a decision: {error}. Remove the file: it is decided again"
-        ) from None
-    found = Decision.from_json(values, str(path))
-    if (found.target, found.strategy) != (target, strategy):
-        raise StoreError(
-            f"{path}: expected a decision about {target}, {strategy}, found one about {found.target}, {found.strategy}: "
-            "was the file copied? Remove it: it is decided again"
-        )
-    return found
+    folder = var / FOLDER / require_name(target) / require_name(strategy)
+    return NumberedRecord(folder, RECORD, parse, "a decision", "Remove the file: it is decided again")
 
 
 Event = TypeVar("Event")

@@ -12,8 +12,9 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.export.conventions import GATE_MEANINGS
-from draftworks.service.register import MAX_BYTES, EvalFigures, InService, ServedDraft, ServiceRegister
+from draftworks.service.register import EvalFigures, InService, ServedDraft, ServiceRegister
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.event_log import MAX_RECORD_BYTES
 from draftworks.storage.files import publish_json, read_json
 from draftworks.storage.names import of_strategy, require_name
 from draftworks.storage.records import DraftIdentity, ExportIdentity, ReportIdentity, choose_name, read_names
@@ -242,7 +243,7 @@ def read_states(register: ServiceRegister) -> dict[str, State]:
 
 def find_accepted(register: ServiceRegister) -> Accepted | None:
     try:
-        values = read_json(register.folder / ACCEPTED, MAX_BYTES)
+        values = read_json(register.folder / ACCEPTED, MAX_RECORD_BYTES)
         return Accepted(int(values["number"]), str(values["digest"]), tuple(values["figures"]))
     except FileNotFoundError:
         return None
@@ -263,7 +264,7 @@ def find_delivery(register: ServiceRegister, record: InService) -> Delivery | No
     """Return the outcome of telling servers about a record; None if nobody has been told."""
     path = register.folder / DELIVERIES / f"{record.number:08}.json"
     try:
-        values = read_json(path, MAX_BYTES)
+        values = read_json(path, MAX_RECORD_BYTES)
         attempts = tuple(Attempt(**each) for each in values.pop("attempts"))
         found = Delivery(**values, attempts=attempts)
     except FileNotFoundError:

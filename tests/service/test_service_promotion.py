@@ -16,7 +16,8 @@ from service_site import ServiceSite
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.service.candidate import RefusedError, State, read_states
 from draftworks.service.promotion import Request
-from draftworks.service.register import LOCK, ConflictError, require_present, resolve_draft
+from draftworks.service.register import ConflictError, require_present, resolve_draft
+from draftworks.storage.event_log import LOCK
 
 
 @pytest.fixture
