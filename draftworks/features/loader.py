@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from draftworks.features.contracts import FeatureStore, SampleRef, TrainBatch
-from draftworks.features.packing import PackLimits, require_lengths
 from draftworks.features.sample_reader import BatchPrefetcher, Collate, SampleReader
 from draftworks.features.schedule import (
     BatchSchedule,
@@ -20,8 +19,10 @@ from draftworks.features.schedule import (
     MicroBatch,
     PackedEvaluationSchedule,
     PackedTrainSchedule,
+    PackLimits,
     PaddedTrainSchedule,
     TrainSchedule,
+    require_lengths,
 )
 
 

@@ -26,7 +26,7 @@ from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.loader import QueueDataLoader, packed_steps, padded_steps
-from draftworks.features.packing import PackLimits
+from draftworks.features.schedule import PackLimits
 from draftworks.stream.arrival_producer import SOURCE, SourceFact, require_batch_of
 from draftworks.stream.capture_worker import LONGEST_POLL_S, POLL_S
 from draftworks.stream.controller import PAGE, ControlPlane, DataFlowController

@@ -17,6 +17,7 @@ from typing import Any
 
 from draftworks.distributed.collectives import get_rank, get_world_size, run_on_every_rank
 from draftworks.distributed.stop_signals import block_stop_signals
+from draftworks.drafts.strategy import make_planned_loader
 from draftworks.errors import ConfigError, StoreError
 from draftworks.features.contracts import FeatureStore, KeyedFeatureStore, SampleRef
 from draftworks.features.memory_store import MemoryFeatureStore
@@ -33,7 +34,6 @@ from draftworks.stream.controller import (
     resolve_control_plane,
 )
 from draftworks.stream.metadata_store import IDLE_TIMEOUT_S, Watermark
-from draftworks.stream.planned_loader import make_planned_loader
 from draftworks.stream.step_acks import FreeAt, StepAcks, require_fresh
 from draftworks.stream.trainer_runtime import TrainerParts, TrainerRuntime, find_start, open_plane
 from draftworks.training.history import History

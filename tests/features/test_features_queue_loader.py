@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.features.contracts import SampleRef, TrainBatch
 from draftworks.features.loader import QueueDataLoader, packed_steps, padded_steps
-from draftworks.features.packing import PackLimits
-from draftworks.features.schedule import PackedTrainSchedule, PaddedTrainSchedule
+from draftworks.features.schedule import PackedTrainSchedule, PackLimits, PaddedTrainSchedule
 from draftworks.features.wrapped_store import JoinedStore
 
 SIZE = 4
