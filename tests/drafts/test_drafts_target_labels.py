@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftworks.drafts.collation import BatchLayout
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.documents import BatchLayout, Documents
 from draftworks.drafts.objectives import make_teacher_plan, token_mean_label_mask
 from draftworks.drafts.target_labels import TargetLabels
 from draftworks.features.contracts import TrainBatch
