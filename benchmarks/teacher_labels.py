@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +22,8 @@ from figures import format_table
 from train_step import Case, prepare, take_gradients
 
 from draftworks.drafts.target_labels import TargetLabels
+from draftworks.strategies.eagle3.strategy import Eagle3Strategy
+from draftworks.strategies.peagle.strategy import PEagleStrategy
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,8 @@ def main(
 ) -> None:
     """Measure the three kinds of steps in turns."""
     torch.set_num_threads(1)
-    sizes = {"hidden": 576, "heads": 9, "kv_heads": 3, "intermediate": 1536, "draft_vocab": 8192}
-    rows = [
-        measure(Case(length, batch, strategy, ttt=steps, vocab=each, **sizes), turns) for each in vocab for steps in ttt
-    ]
+    smollm2 = Case(length, batch, strategy, hidden=576, heads=9, kv_heads=3, intermediate=1536, draft_vocab=8192)
+    rows = [measure(replace(smollm2, ttt=steps, vocab=each), turns) for each in vocab for steps in ttt]
     columns = ["strategy", "vocabulary", "draft steps", "plain ms", "finds ms", "knows ms", "plain ÷ knows"]
     cells = [
         [
@@ -77,6 +77,7 @@ def main(
 
 def measure(case: Case, turns: int) -> Row:
     strategy, batch = prepare(case)
+    assert isinstance(strategy, Eagle3Strategy | PEagleStrategy)
 
     def run(keeps: bool) -> float:
         strategy.reads_samples_again = keeps
