@@ -99,6 +99,10 @@ class DraftStrategy(ABC):
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Return loss and metric sums of one micro-batch. Calls `self.model(...)` once, so that FSDP hooks run."""
 
+    def find_share_done(self, step: int, total_steps: int) -> float:
+        """Return the share of a training's work that is done after an optimizer step, 0 to 1; for estimates of time."""
+        return step / total_steps
+
     @abstractmethod
     def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
         """Return the tokens that the draft proposes at the given positions, greedily and fed its own proposals.

@@ -193,6 +193,16 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         is_short = ctx.training and ctx.global_step < self.options.short_unroll * ctx.total_steps
         return min(SHORT_UNROLL, self.options.ttt_length) if is_short else self.options.ttt_length
 
+    def find_share_done(self, step: int, total_steps: int) -> float:
+        """Steps cost nearly as much as the draft steps that they unroll."""
+        short = min(SHORT_UNROLL, self.options.ttt_length)
+        change = self.options.short_unroll * total_steps
+
+        def cost(steps: float) -> float:
+            return short * min(steps, change) + self.options.ttt_length * max(steps - change, 0)
+
+        return cost(step) / cost(total_steps)
+
     def _scale_losses(self, supervised: Tensor, positions: int, training: bool) -> LossScaling:
         """Return the scaling for (T,) supervised positions of each step, of B·S `positions` in the batch.
 
