@@ -192,8 +192,8 @@ def _count_conversations(subject: PlanSubject, part: _Part, sample: DataSample |
             else f"max_conversations of evals/{part.eval_set}.yaml"
         )
         raise ConfigError(
-            f"target {name}: a plan needs the number of conversations of {'its data' if heldout else part.eval_set}, which is "
-            f"not known before they are prepared: files lie elsewhere, or no row can be read. Set {key}, or run: "
+            f"target {name}: a plan needs the number of conversations of {'its data' if heldout else part.eval_set}, "
+            f"which is not known before they are prepared: files lie elsewhere, or no row can be read. Set {key}, or run: "
             f"draftworks run prepare --target {name}"
         )
     if sample is None:
