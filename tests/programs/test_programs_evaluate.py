@@ -73,7 +73,7 @@ def test_a_column_that_the_eval_set_lacks_is_a_note(trained: RunFiles, tmp_path:
     assert (
         "No slices by `category`: no sample of this eval set has such a column." in (run.out / "report.md").read_text()
     )
-    assert set(pd.read_parquet(run.out / "slices.parquet")["column"]) == {"length", "position"}
+    assert set(pd.read_parquet(run.out / "slices.parquet")["column"]) == {"length", "runs_in_loop", "position"}
     assert Report.load(run.out).absent_columns == ("category",)
 
 

@@ -71,13 +71,14 @@ def choose_proposal(matches: Iterable[Occurrences], count: int) -> SuffixProposa
     """
     best = SuffixProposal([], 0.0)
     for length, match in enumerate(matches, start=1):
-        tokens, score, place = [], 0.0, match
+        tokens, occurrences, place = [], 0, match
         while len(tokens) < min(count, length):
             place = place.find_likeliest()
-            if place is None or (share := place.count / match.count) < MIN_SHARE:
+            if place is None or place.count / match.count < MIN_SHARE:
                 break
             tokens.append(place.last)
-            score += share
+            occurrences += place.count
+        score = occurrences / match.count  # divided once, so that equal scores are equal
         if score >= best.score:
             best = SuffixProposal(tokens, score)
     return best
@@ -261,8 +262,10 @@ class SuffixProposer:
         self._request = RequestText()
         self._before = before
         self._matches: list[_Range] = []
+        self._known = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
+        self._known += len(tokens)
         for token in tokens:
             self._request.append(token)
         for token in tokens[-MAX_DEPTH:] if self._before is not None else ():
@@ -270,7 +273,7 @@ class SuffixProposer:
 
     def propose(self, count: int) -> Sequence[int]:
         here = choose_proposal(self._request.matches, count)
-        before = choose_proposal(self._matches, count)
+        before = choose_proposal(self._matches[: self._known - 1], count)  # a match is shorter than the request
         return before.tokens if before.score > here.score else here.tokens
 
     def _match(self, text: AnswersText, token: int) -> None:

@@ -61,18 +61,18 @@ def follow_suffixes(known: list[int], count: int, texts: Sequence[Sequence[int]]
     best, best_score = [], 0.0
     for length in range(1, 24):
         match = known[-length:]
-        if length > len(known) or not (of_match := count_string(texts, match)):
+        if length >= len(known) or not (of_match := count_string(texts, match)):
             break
-        proposed, score = [], 0.0
+        proposed, places = [], 0
         while len(proposed) < min(count, length) and length + len(proposed) < 24:
             tokens = sorted({token for text in texts for token in text})
             counts = [count_string(texts, [*match, *proposed, token]) for token in tokens]
             if not counts or max(counts) / of_match < 0.1 or not max(counts):
                 break
             proposed.append(tokens[counts.index(max(counts))])
-            score += max(counts) / of_match
-        if score >= best_score:
-            best, best_score = proposed, score
+            places += max(counts)
+        if places / of_match >= best_score:
+            best, best_score = proposed, places / of_match
     return best, best_score
 
 
