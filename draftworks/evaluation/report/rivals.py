@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
-from draftworks.evaluation.ladder.statistics import (
-    AcceptanceDifference,
-    Resampling,
-    compare_paired,
-    select_measured,
-)
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired, select_measured
 from draftworks.evaluation.report.findings import BaselineComparison
 from draftworks.evaluation.report.rival_verdict import LostSlice, RivalVerdict
 from draftworks.evaluation.report.slices import Slice, iterate_positions, iterate_slices
@@ -47,7 +42,7 @@ class RivalSlice:
         """Whether the whole interval of the difference lies below 0."""
         return self.paired is not None and self.paired.interval.has_width and self.paired.interval.high < 0
 
-    def to_row(self) -> dict[str, object]:
+    def to_row(self) -> dict[str, Any]:
         """Return `RIVAL_COLUMNS`."""
         if self.paired is None:
             return dict.fromkeys(RIVAL_COLUMNS)

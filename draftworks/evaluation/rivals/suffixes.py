@@ -179,7 +179,7 @@ class AnswersText:
         parts = [part for answer in answers for part in (answer, [_END])]
         self._tokens = np.concatenate([*parts, np.full(MAX_DEPTH, _END)]).astype(np.int32)  # (N + MAX_DEPTH,)
         self._order = _sort_suffixes(self._tokens)  # (N,)
-        self._read, self._row = memoryview(self._tokens), memoryview(self._order)
+        self._read, self._row = self._tokens.data, self._order.data
         self.find_likeliest = lru_cache(_KEPT_ANSWERS)(self._find_likeliest)
 
     @classmethod
@@ -268,8 +268,9 @@ class SuffixProposer:
         self._known += len(tokens)
         for token in tokens:
             self._request.append(token)
-        for token in tokens[-MAX_DEPTH:] if self._before is not None else ():
-            self._match(self._before, token)
+        if self._before is not None:
+            for token in tokens[-MAX_DEPTH:]:
+                self._match(self._before, token)
 
     def propose(self, count: int) -> Sequence[int]:
         here = choose_proposal(self._request.matches, count)
