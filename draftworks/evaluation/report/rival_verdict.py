@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftworks.evaluation.acceptance_length import SYMBOL, format_change, format_length
-from draftworks.storage.words import format_count
+from draftworks.storage.words import format_count, list_names
 
 MAX_NAMED_SLICES = 5
 
@@ -75,9 +75,8 @@ class RivalVerdict:
         """Return where a rival accepts more; empty where none does."""
         if not self.lost:
             return ""
-        named = "; ".join(one.describe() for one in self.lost[:MAX_NAMED_SLICES])
-        more = len(self.lost) - MAX_NAMED_SLICES
-        return f"It loses to what costs nothing in {named}{f'; and {more:,} more slices' if more > 0 else ''}"
+        named = list_names((one.describe() for one in self.lost), MAX_NAMED_SLICES, between="; ")
+        return f"It loses to what costs nothing in {named}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "lost": [asdict(one) for one in self.lost]}

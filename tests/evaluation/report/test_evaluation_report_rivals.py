@@ -96,4 +96,4 @@ def test_of_many_lost_slices_the_worst_are_named():
     text = RivalVerdict("lookup", 2.0, 1.0, 0.5, 1.5, 0.95, 99, lost).describe()
     assert "task t4" in text
     assert "task t5" not in text
-    assert text.endswith("; and 2 more slices")
+    assert text.endswith(" and 2 more")
