@@ -14,8 +14,7 @@ not contain the request's own, which Arctic's shared cache does.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -40,11 +39,11 @@ class Occurrences(Protocol):
     """The places of one string in a text.
 
     Attributes:
-        count: how many.
+        times: how many.
     """
 
     @property
-    def count(self) -> int: ...
+    def times(self) -> int: ...
 
     def find_likeliest(self) -> Occurrences | None:
         """Return the places where the most frequent next token follows; None where none follows. Its id is `last`."""
@@ -63,23 +62,26 @@ class SuffixProposal(NamedTuple):
     score: float
 
 
-def choose_proposal(matches: Iterable[Occurrences], count: int) -> SuffixProposal:
+def choose_proposal(matches: Sequence[Occurrences], count: int) -> SuffixProposal:
     """Return the proposal of the best match, of at most `count` tokens.
 
     Args:
         matches: of the last 1, 2, 3, … tokens of a request, as far as they occur in the text.
     """
     best = SuffixProposal([], 0.0)
-    for length, match in enumerate(matches, start=1):
+    for length in range(len(matches), 0, -1):
+        if best.score >= min(count, length):  # a share is at most 1: no shorter match has a higher score
+            break
+        match = matches[length - 1]
         tokens, occurrences, place = [], 0, match
         while len(tokens) < min(count, length):
             place = place.find_likeliest()
-            if place is None or place.count / match.count < MIN_SHARE:
+            if place is None or place.times / match.times < MIN_SHARE:
                 break
             tokens.append(place.last)
-            occurrences += place.count
-        score = occurrences / match.count  # divided once, so that equal scores are equal
-        if score >= best.score:
+            occurrences += place.times
+        score = occurrences / match.times  # divided once, so that equal scores are equal
+        if score > best.score:
             best = SuffixProposal(tokens, score)
     return best
 
@@ -87,21 +89,21 @@ def choose_proposal(matches: Iterable[Occurrences], count: int) -> SuffixProposa
 class _Node:
     """A string that occurs twice or more. A child is a node, or the place of the only occurrence's last token."""
 
-    __slots__ = ("children", "count", "last", "text")
+    __slots__ = ("children", "last", "text", "times")
 
-    def __init__(self, text: list[int], last: int, count: int) -> None:
-        self.text, self.last, self.count = text, last, count
+    def __init__(self, text: list[int], last: int, times: int) -> None:
+        self.text, self.last, self.times = text, last, times
         self.children: dict[int, _Node | _Leaf] = {}
 
     def find_likeliest(self) -> _Node | _Leaf | None:
-        return max(self.children.values(), key=lambda child: (child.count, -child.last), default=None)
+        return max(self.children.values(), key=lambda child: (child.times, -child.last), default=None)
 
 
 class _Leaf:
     """A string that occurs once: its last token is at `place`. What follows there is not stored again."""
 
     __slots__ = ("depth", "place", "text")
-    count = 1
+    times = 1
 
     def __init__(self, text: list[int], place: int, depth: int) -> None:
         self.text, self.place, self.depth = text, place, depth
@@ -147,12 +149,11 @@ class RequestText:
             if following is not None:
                 child.children[following.last] = following
             node.children[token] = child
-        child.count += 1
+        child.times += 1
         return child
 
 
-@dataclass(frozen=True)
-class _Range:
+class _Range(NamedTuple):
     """The rows of a suffix array that begin with one string of `depth` tokens."""
 
     text: AnswersText
@@ -161,7 +162,7 @@ class _Range:
     depth: int
 
     @property
-    def count(self) -> int:
+    def times(self) -> int:
         return self.high - self.low
 
     @property
@@ -207,6 +208,9 @@ class AnswersText:
         """Return the places where a token follows a string; None where it never does."""
         if string.depth == MAX_DEPTH:
             return None
+        if string.times == 1:
+            same = self.read(string.low, string.depth) == token
+            return _Range(self, string.low, string.high, string.depth + 1) if same else None
         rows = range(string.low, string.high)
         low, high = (
             string.low + bisect_left(rows, each, key=lambda row: self.read(row, string.depth))
@@ -217,7 +221,7 @@ class AnswersText:
     def _find_likeliest(self, string: _Range) -> _Range | None:
         if string.depth == MAX_DEPTH:
             return None
-        if string.count == 1:
+        if string.times == 1:
             single = self.read(string.low, string.depth)
             return None if single == _END else _Range(self, string.low, string.high, string.depth + 1)
         following = self._tokens[self._order[string.low : string.high] + string.depth]  # ascending
