@@ -13,7 +13,7 @@ from waiting import meanwhile, wait_until
 
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
-from draftworks.export.names import GATE_MEANINGS
+from draftworks.export.conventions import GATE_MEANINGS
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.lease import LeasePath
 

@@ -11,7 +11,6 @@ import yaml
 
 from draftworks.storage.artifacts import ArtifactStore
 
-
 INPUTS = ("target_model", "dataset", "recipe", "evaluation_recipe", "eagle3_recipe")
 
 
