@@ -74,6 +74,9 @@ class DraftStrategy(ABC):
     """Tokens it is trained to propose at once: what a server would ask for."""
     max_draft_tokens: int | None = None
     """Tokens it can propose at once; None if there is no limit."""
+    reads_samples_again: bool = False
+    """Whether its training has more than one epoch, so that what is found of a sample is worth keeping; set by `Trainer`.
+    """
     model_methods: tuple[str, ...] = ()
     """Methods of `model` beside forward that use its parameters; FSDP gathers them for these too."""
 
