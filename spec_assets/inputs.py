@@ -21,8 +21,7 @@ from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.storage.identity import digest
 from draftworks.storage.names import FP8_GATE, TRAINING_FEATURES, of_strategy
 from draftworks.targets.fitted_defaults import describe_fitted
-from draftworks.targets.gguf_header import is_gguf
-from draftworks.targets.gguf_store import ensure_converted
+from draftworks.targets.gguf_store import ensure_converted, names_gguf
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import (
     digest_datasets,
@@ -77,7 +76,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
         data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
         metadata={
             "model": files.model,
-            **({} if target.is_hub or not is_gguf(target.model) else {"dequantised_from": target.model}),
+            **({"dequantised_from": target.model} if names_gguf(target) else {}),
             "revision": files.revision or "(directory)",
             "weights_digest": files.digest,
             "tensors": weights.tensors,

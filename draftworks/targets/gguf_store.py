@@ -34,7 +34,15 @@ _SPARE_BYTES = 100_000_000
 
 
 class NotConvertedError(ConfigError):
-    """A GGUF file is not dequantised yet; whoever may pay for it calls `ensure_converted`."""
+    """A GGUF file is not dequantised yet; whoever may pay for it calls `ensure_converted`.
+
+    Attributes:
+        identity: digest of the file's content and of how it would be dequantised.
+    """
+
+    def __init__(self, message: str, identity: str) -> None:
+        super().__init__(message)
+        self.identity = identity
 
 
 def locate_gguf(model: str, registry: Registry, where: str) -> Path:
@@ -61,7 +69,8 @@ def find_converted(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     folder = _locate_folder(path, registry, digests)
     if not folder.is_dir():
         raise NotConvertedError(
-            f"{where}: {path} is not dequantised yet: a run does it first, and so does draftworks check --target {spec.name}"
+            f"{where}: {path} is not dequantised yet: a run does it first, and so does draftworks check --target {spec.name}",
+            folder.name,
         )
     return folder
 
@@ -77,7 +86,7 @@ def ensure_converted(spec: TargetSpec, registry: Registry, digests: FileDigests,
             missing.
         StoreError: the file is damaged, the disk has no room, or the process ended without a result.
     """
-    if spec.is_hub or not is_gguf(spec.model):
+    if not names_gguf(spec):
         return
     path = locate_gguf(spec.model, registry, f"target {spec.name}: model")
     folder = _locate_folder(path, registry, digests)
@@ -105,6 +114,16 @@ def ensure_converted(spec: TargetSpec, registry: Registry, digests: FileDigests,
             f"{path}: takes {needed / 1e9:.1f} GB dequantised, and {folder.parent} has {free / 1e9:.1f} GB: make room"
         )
     _run_program(path, folder, say)
+
+
+def identify_gguf(spec: TargetSpec, registry: Registry, digests: FileDigests) -> str:
+    """Return the digest of a target's GGUF file and of how it is dequantised. Raises ConfigError if there is no such file."""
+    return _locate_folder(locate_gguf(spec.model, registry, f"target {spec.name}: model"), registry, digests).name
+
+
+def names_gguf(spec: TargetSpec) -> bool:
+    """Whether a target's model is a GGUF file."""
+    return not spec.is_hub and is_gguf(spec.model)
 
 
 def _locate_folder(path: Path, registry: Registry, digests: FileDigests) -> Path:
