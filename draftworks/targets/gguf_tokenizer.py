@@ -88,6 +88,10 @@ def require_tokenizer(header: GgufHeader) -> None:
         raise ConfigError(f"{header.path}: has no {'merges' if tokens else 'vocabulary'}{_ADVICE}")
     if len(set(tokens)) < len(tokens):
         raise ConfigError(f"{header.path}: its vocabulary has {len(tokens) - len(set(tokens))} tokens twice{_ADVICE}")
+    known = set(tokens)
+    strange = next((each for each in merges if "".join(_split_merge(header, each)) not in known), None)
+    if strange is not None:
+        raise ConfigError(f"{header.path}: the merge {strange!r:.40} gives no token{_ADVICE}")
 
 
 _ADVICE = ": name the folder of this model's tokenizer.json as `tokenizer` of the target"

@@ -109,7 +109,9 @@ def test_what_cannot_be_read_is_one_line_and_leaves_no_folder(tmp_path: Path, ca
     assert ended.value.code == 2
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1
-    assert said[0].startswith(f"error: {path}: 1 tensors that a LlamaForCausalLM of transformers does not have: blk.0.attn_sinks")
+    assert said[0].startswith(
+        f"error: {path}: 1 tensors that a LlamaForCausalLM of transformers does not have: blk.0.attn_sinks"
+    )
     assert not (tmp_path / "converted").exists()
 
 

@@ -94,7 +94,9 @@ class GgufFile:
         for name, content in {**dict(name_tensors(self.architecture, model)), **self.tensors}.items():
             kind = gguf.GGMLQuantizationType[self.packing if content.ndim > 1 else "F32"]
             plain = kind == gguf.GGMLQuantizationType.F32
-            writer.add_tensor(name, content if plain else gguf.quantize(content, kind), raw_dtype=None if plain else kind)
+            writer.add_tensor(
+                name, content if plain else gguf.quantize(content, kind), raw_dtype=None if plain else kind
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -122,7 +124,10 @@ class GgufFile:
             "tokenizer.chat_template": TEMPLATE,
         }
         if self.architecture.startswith("qwen3"):
-            found |= {f"{sizes}attention.key_length": config.head_dim, f"{sizes}attention.value_length": config.head_dim}
+            found |= {
+                f"{sizes}attention.key_length": config.head_dim,
+                f"{sizes}attention.value_length": config.head_dim,
+            }
         if self.architecture == "qwen3moe":
             found[f"{sizes}expert_count"] = config.num_experts
             found[f"{sizes}expert_used_count"] = config.num_experts_per_tok
