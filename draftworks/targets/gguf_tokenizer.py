@@ -146,7 +146,8 @@ def write_generation_config(header: GgufHeader, folder: Path) -> None:
 
 def list_ends(header: GgufHeader) -> list[int]:
     """Return the ids that end an answer, ascending: those that the file states, and control tokens known for it."""
-    stated = {header.metadata.get(f"{_KEY}{name}_token_id") for name in _STATED_ENDS} - {None}
+    ids = [header.metadata.get(f"{_KEY}{name}_token_id") for name in _STATED_ENDS]
+    stated = {each for each in ids if isinstance(each, int)}
     kinds = _find_list(header, "token_type")
     known = {
         number

@@ -112,6 +112,7 @@ def test_what_is_no_file_of_this_kind_is_said(tmp_path: Path, content: bytes, me
     ("file", "message"),
     [
         (GgufFile("llama", metadata={"llama.expert_count": 8}), "an architecture llama with experts is not read"),
+        (GgufFile("llama", metadata={"split.count": 3}), "is one of 3 parts: merge them by llama-gguf-split"),
         (GgufFile("llama", metadata={"llama.rope.scaling.type": "yarn"}), "a rope scaled as 'yarn' is not read"),
         (GgufFile("llama", metadata={"llama.rope.dimension_count": 8}), "rope.dimension_count 8: expected all 16"),
         (GgufFile("llama", metadata={"llama.block_count": None}), "llama.block_count: expected one int, found nothing"),
