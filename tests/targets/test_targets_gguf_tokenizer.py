@@ -178,12 +178,77 @@ def test_template_and_ends_are_files_of_their_own(tmp_path: Path):
     )
 
 
+PIECES = [
+    "▁",
+    *"abcdehlortwx12",
+    "▁t",
+    "he",
+    "▁the",
+    "lo",
+    "el",
+    "hel",
+    "llo",
+    "hello",
+    "▁hello",
+    "wor",
+    "▁wor",
+    "ld",
+    "or",
+]
+PIECES += ["▁▁", "12", "re", "there", "▁there"]
+
+
+def describe_pieces(**metadata: Any) -> GgufHeader:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), *PIECES]
+    scores = [0.0] * 259 + [-float(number * 7 % len(PIECES)) for number in range(len(PIECES))]
+    kinds = [2, CONTROL, CONTROL, *([6] * 256), *([NORMAL] * len(PIECES))]
+    found = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds, "merges": None, **metadata}
+    return describe(None, **{"eos_token_id": None, **found})
+
+
+def tokenize_as_llama_cpp(header: GgufHeader, text: str, prefix: bool = True) -> list[int]:
+    """`llm_tokenizer_spm_session` of src/llama-vocab.cpp: neighbours of the highest score are joined, the leftmost first."""
+    tokens, scores = (header.metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores"))
+    ids = {token: number for number, token in enumerate(tokens)}
+    symbols = list((" " * prefix + text).replace(" ", "▁")) if text else []
+    while True:
+        pairs = [(left, right) for left, right in zip(symbols, symbols[1:])]
+        known = [(scores[ids[a + b]], -place) for place, (a, b) in enumerate(pairs) if a + b in ids]
+        if not known:
+            break
+        place = -max(known)[1]
+        symbols[place : place + 2] = ["".join(symbols[place : place + 2])]
+    pieces = ([each] if each in ids else [f"<0x{byte:02X}>" for byte in each.encode()] for each in symbols)
+    return [ids[each] for piece in pieces for each in piece]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_vocabulary_is_joined_by_its_scores(tmp_path: Path, prefix: bool):
+    header = describe_pieces(**({} if prefix else {"add_space_prefix": False}))
+    tokenizer, chance = load(header, tmp_path), random.Random(0)
+    texts = [
+        "hello there",
+        "  the  world",
+        "12 é 日",
+        "",
+        "x",
+        *("".join(chance.choices(["a", *"elrtho wd1é"], k=30)) for _ in range(200)),
+    ]
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == tokenize_as_llama_cpp(header, text, prefix), text
+        assert tokenizer.decode(ids) == text
+    assert tokenizer("a")["input_ids"][0] == 1  # bos, by llama.cpp's defaults
+    assert list_ends(header) == [2]
+
+
 @pytest.mark.parametrize(
     ("header", "message"),
     [
         (describe("kimi-k2"), "tokenizer.ggml.pre 'kimi-k2' is not known here"),
         (describe("lama-bpe"), "'lama-bpe' is not known here .*llama-bpe"),
-        (describe("smollm", model="llama"), "a vocabulary of kind 'llama' is not read"),
+        (describe("smollm", model="t5"), "a vocabulary of kind 't5' is not read"),
+        (describe(None, model="llama"), "has no scores for its tokens"),
         (describe("smollm", merges=None), "has no merges"),
         (describe("smollm", tokens=["a", "a"]), "1 tokens twice"),
         (describe("smollm", merges=["a b", "x yz"]), "the merge 'x yz' gives no token"),
