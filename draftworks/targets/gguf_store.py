@@ -16,7 +16,7 @@ from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError, StoreError
-from draftworks.storage.identity import FileDigests, digest
+from draftworks.storage.identity import DigestNotCached, FileDigests, RememberedDigests, digest
 from draftworks.storage.words import suggest
 from draftworks.targets.gguf_header import SUFFIX, is_gguf, read_gguf_header
 from draftworks.targets.gguf_model import count_bytes, describe_model
@@ -119,6 +119,23 @@ def ensure_converted(spec: TargetSpec, registry: Registry, digests: FileDigests,
 def identify_gguf(spec: TargetSpec, registry: Registry, digests: FileDigests) -> str:
     """Return the digest of a target's GGUF file and of how it is dequantised. Raises ConfigError if there is no such file."""
     return _locate_folder(locate_gguf(spec.model, registry, f"target {spec.name}: model"), registry, digests).name
+
+
+def list_models(registry: Registry) -> frozenset[str] | None:
+    """Return the folders that targets' GGUF files are dequantised into, whether they exist; None if that is not known.
+
+    It is not known of a broken entry, an absent file, and one that has to be read for its digest.
+    """
+    digests = RememberedDigests(registry.resolve_var_folder() / "digests.json")
+    found = set()
+    for name in registry.list_targets_with(SUFFIX):
+        try:
+            spec = registry.read_target(name)
+            if names_gguf(spec):
+                found.add(identify_gguf(spec, registry, digests))
+        except (DigestNotCached, DraftworksError):
+            return None
+    return frozenset(found)
 
 
 def names_gguf(spec: TargetSpec) -> bool:
