@@ -20,6 +20,7 @@ from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.storage.identity import digest
 from draftworks.storage.names import FP8_GATE, TRAINING_FEATURES, of_strategy
 from draftworks.targets.fitted_defaults import describe_fitted
+from draftworks.targets.gguf_store import ensure_converted, names_gguf
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import (
     digest_datasets,
@@ -58,6 +59,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
     target = workspace.registry.load_target(context.partition_key)
     for line in describe_fitted(workspace.registry.read_target(target.name), target):
         context.log.info(f"target {target.name}: {line}")
+    ensure_converted(target, workspace.registry, workspace.digests, context.log.info)
     files = workspace.resolve_target_files(target.name)
     weights = check_target_weights(files, target.capture.backend, workspace.weight_checks)
     if weights.note is not None:
@@ -73,6 +75,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
         data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
         metadata={
             "model": files.model,
+            **({"dequantised_from": target.model} if names_gguf(target) else {}),
             "revision": files.revision or "(directory)",
             "weights_digest": files.digest,
             "tensors": weights.tensors,

@@ -300,7 +300,9 @@ def require_distinct(channels: list[NotificationSpec]) -> list[NotificationSpec]
     return channels
 
 
-Kind = Literal["drafts", "reports", "exports", "data", "features", "eval_features", "answers", "runs", "unfinished"]
+Kind = Literal[
+    "drafts", "reports", "exports", "data", "features", "eval_features", "answers", "models", "runs", "unfinished"
+]
 
 
 class RetentionSpec(Spec):
