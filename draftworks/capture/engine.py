@@ -66,7 +66,7 @@ class Advance:
     """What an engine did since it told last.
 
     Attributes:
-        read: tokens of prompts.
+        read: tokens of prompts, if nothing else took time; else 0.
         made: tokens of answers, those of unfinished ones included.
     """
 
@@ -195,7 +195,7 @@ class TargetEngine(ABC):
             ids = [each.sample_id for each in batch]
             made = self.generate([each.prompt for each in batch], sampling, ids, max_total, turn=turn, end_ids=end_ids)
             answered = tuple(map(AnsweredPrompt, batch, made))
-            yield Advance(answered, sum(len(each.prompt) for each in batch), sum(len(each.ids) for each in made))
+            yield Advance(answered, 0, sum(len(each.ids) for each in made))
 
     def share_with_job(self) -> None:  # noqa: B027 - most engines are used by one process
         """Let the other ranks of the job use the servers of this engine, and let it use theirs.

@@ -155,11 +155,11 @@ def _list_states(layer: Any) -> list[Tensor]:
     return [each for each in found if each is not None]
 
 
-def join_caches(caches: Sequence[DynamicCache], rows: Sequence[Tensor], width: int) -> DynamicCache:
-    """Return one cache of these rows of caches, in a frame of `width` columns. The caches are taken apart, layer by layer.
+def join_caches(caches: Sequence[DynamicCache], rows: Sequence[Tensor], frame: Frame) -> DynamicCache:
+    """Return one cache of these rows of caches, in a frame. The caches are taken apart, layer by layer.
 
     Args:
-        rows: for each cache, the indices of the rows that go on; all of their tokens are in its last `width` columns.
+        rows: for each cache, the indices of the rows that go on; all of their tokens are in its last `frame.width` columns.
     """
     first = caches[0]
     for index, layer in enumerate(first.layers):
@@ -167,7 +167,7 @@ def join_caches(caches: Sequence[DynamicCache], rows: Sequence[Tensor], width: i
         if isinstance(layer, LinearAttentionLayer):
             _join_states(parts, rows)
         if isinstance(layer, DynamicLayer):
-            _join_columns(parts, rows, width)
+            _join_columns(parts, rows, frame)
         for each in caches[1:]:
             each.layers[index] = DummyLayer()  # its memory is of use for the next layer
     return first
@@ -184,15 +184,15 @@ def _join_states(layers: Sequence[Any], rows: Sequence[Tensor]) -> None:
                 )
 
 
-def _join_columns(layers: Sequence[Any], rows: Sequence[Tensor], width: int) -> None:
+def _join_columns(layers: Sequence[Any], rows: Sequence[Tensor], frame: Frame) -> None:
     """Give the first of these layers the keys and values of all rows."""
-    first = layers[0]
+    first, width = layers[0], frame.width
     sliding = isinstance(first, DynamicSlidingWindowLayer)
     held = min(width, first.sliding_window - 1) if sliding else width
     joined, count = [], sum(map(len, rows))
     for name in ("keys", "values"):
         parts = [getattr(each, name) for each in layers]
-        room = held if sliding else held + GROWTH
+        room = held if sliding else held + min(GROWTH, frame.more)
         joined.append(parts[0].new_empty(count, parts[0].shape[1], room, parts[0].shape[-1]))
         join_columns(parts, rows, joined[-1], held)
     if sliding:

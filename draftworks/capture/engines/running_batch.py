@@ -36,8 +36,10 @@ COMPACT_STEPS_BELOW = 0.97
 """The same for `llama_steps`, which copies only the rows that take the place of ended ones."""
 JOIN_SHARE = 0.1
 """Prompts join once they are this share of the answers that are decoded, as each time the cache is copied."""
-WEIGHTS_SHARE = 0.5
-LEAST_BUDGET = 256 << 20
+WEIGHTS_SHARE = 0.3
+"""Bytes of keys and values on a CPU by those of the weights: the process then stays below 2.5 times the weights of a model of
+135 M parameters, 0.7 of which are libraries."""
+LEAST_BUDGET = 64 << 20
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ class ModelCache:
         if self._cache is not None and len(keep):
             read, rows = [self._cache, *read], [keep, *rows]
         if is_joinable(read[0]):
-            self._cache = join_caches(read, rows, frame.width)
+            self._cache = join_caches(read, rows, frame)
         else:
             (self._cache,) = read
             self.keep(*rows)
@@ -144,7 +146,7 @@ def run_model(
 def find_budget(model: PreTrainedModel) -> int:
     """Return how many bytes the keys and values of running answers may take.
 
-    Half of what a GPU has free; on a CPU half of the weights' bytes, at least `LEAST_BUDGET`.
+    Half of what a GPU has free; on a CPU `WEIGHTS_SHARE` of the weights' bytes, at least `LEAST_BUDGET`.
     """
     if model.device.type == "cuda":
         return torch.cuda.mem_get_info(model.device)[0] // 2
