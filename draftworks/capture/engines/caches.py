@@ -199,7 +199,7 @@ def _join_columns(layers: Sequence[Any], rows: Sequence[Tensor], frame: Frame) -
         first.keys, first.values = joined
         first.cumulative_length = width
     elif isinstance(first, GrowingLayer):
-        first.hold(*joined, width)
+        first.hold(joined[0], joined[1], width)
     else:
         first.keys, first.values = (each[:, :, :width] for each in joined)
 

@@ -36,7 +36,7 @@ COMPACT_STEPS_BELOW = 0.97
 """The same for `llama_steps`, which copies only the rows that take the place of ended ones."""
 JOIN_SHARE = 0.1
 """Prompts join once they are this share of the answers that are decoded, as each time the cache is copied."""
-WEIGHTS_SHARE = 0.3
+WEIGHTS_SHARE = 0.4
 """Bytes of keys and values on a CPU by those of the weights: the process then stays below 2.5 times the weights of a model of
 135 M parameters, 0.7 of which are libraries."""
 LEAST_BUDGET = 64 << 20
@@ -100,6 +100,7 @@ class Kept(Protocol):
 
     def step(self, tokens: Tensor, positions: Tensor, frame: Frame) -> Tensor:
         """Return the logits (B, V) after one more token for each row; tokens and positions are (B,)."""
+        ...
 
 
 class ModelCache:
@@ -256,12 +257,13 @@ class RunningBatch:
 
     def _read_and_join(self, rows: Sequence[Row]) -> Iterator[Advance]:
         """Read prompts in groups, then let all of them join at once, and ended answers leave."""
-        groups = []
-        yield self._tell([row for row in rows if row.ended], 0, 0)  # no room for an answer
+        groups, without_room = [], [row for row in rows if row.ended]
+        if without_room:
+            yield self._tell(without_room, 0, 0)
         for part in self._cut([row for row in rows if not row.ended]):
             group = self._read(part)
             groups.append(group)
-            yield self._tell(part, sum(len(row.asked.prompt) for row in part), len(part))
+            yield self._tell(part, sum(row.held for row in part), len(part))
         self._join([each for each in groups if each.rows])
 
     def _cut(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
@@ -307,7 +309,9 @@ class RunningBatch:
         """Append the next token to each row that has not ended."""
         uniforms = None
         if self._sampling.temperature > 0:
-            numbers = [row.uniforms[min(len(row.ids), len(row.uniforms) - 1)] for row in rows if row.uniforms is not None]
+            numbers = [
+                row.uniforms[min(len(row.ids), len(row.uniforms) - 1)] for row in rows if row.uniforms is not None
+            ]
             uniforms = torch.tensor(numbers, dtype=torch.float64)
         tokens = choose_next_tokens(logits, seen, uniforms, self._sampling).cpu()
         if seen is not None:
