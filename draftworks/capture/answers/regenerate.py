@@ -38,6 +38,8 @@ WINDOW = 16
 """Number of batches in a window. Conversations in a window are sorted by prompt length, which reduces padding."""
 TELL_S = 5.0
 """Seconds after which progress is told though no answer has ended."""
+TELL_EVERY = 256
+"""Conversations that are looked at before progress is told again."""
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +180,9 @@ class _Regeneration:
     def require_room(self, records: RecordFile) -> None:
         """Raise DataError if so many conversations leave no room for an answer that the run would end after all others."""
         rejected = []
-        for each in read_asked(self._run):
+        for number, each in enumerate(read_asked(self._run)):
+            if number % TELL_EVERY == 0:
+                self.report()
             reason = records[each.id].get("dropped") if each.id in records else self._look_ahead(each)
             if reason is not None:
                 rejected.append(RejectedSample(each.id, reason))

@@ -20,6 +20,26 @@ class Cost:
     answers: int
 
 
+@dataclass(frozen=True)
+class _Amount:
+    """What conversations ask for: answers, tokens of all prompts without answers, and answers that prompts have in them.
+
+    Each prompt of a conversation has those before it, and their answers; later questions are taken for as long as the first.
+    """
+
+    answers: int = 0
+    prompts: int = 0
+    answers_read: int = 0
+
+    def add(self, cost: Cost, times: int) -> _Amount:
+        earlier = cost.answers * (cost.answers - 1) // 2
+        return _Amount(
+            self.answers + times * cost.answers,
+            self.prompts + times * cost.prompt * (cost.answers + earlier),
+            self.answers_read + times * earlier,
+        )
+
+
 class RemainingTime:
     """Estimate of the seconds left.
 
@@ -30,6 +50,7 @@ class RemainingTime:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._waiting: dict[str, Cost] = {}
+        self._left = _Amount()
         self._read = self._made = 0
         self._read_s = self._made_s = 0.0
         self._ends = 0
@@ -42,7 +63,9 @@ class RemainingTime:
 
     def expect(self, conversation: str, cost: Cost) -> None:
         """Add a conversation that is to be answered."""
-        self._waiting[conversation] = cost
+        if conversation not in self._waiting:
+            self._waiting[conversation] = cost
+            self._left = self._left.add(cost, 1)
 
     def spend(self, read: int, made: int, seconds: float) -> None:
         """Note what was done. `read` is 0 where nobody knows how much of the time was reading."""
@@ -56,7 +79,8 @@ class RemainingTime:
         """Note the end of a conversation with so many tokens in so many answers, of which some were cut by the limit."""
         cost = self._waiting.pop(conversation, None)
         if cost is not None:
-            self._ended_read += self._count_read(cost)
+            self._left = self._left.add(cost, -1)
+            self._ended_read += self._count_read(_Amount().add(cost, 1))
             self._ended_made += made
         self._ends += answers - cut
 
@@ -64,8 +88,7 @@ class RemainingTime:
         """Return the seconds left; None while nothing is known."""
         if not self._made or not self._made_s:
             return None
-        to_make = self.expected_length * sum(each.answers for each in self._waiting.values())
-        to_read = sum(map(self._count_read, self._waiting.values()))
+        to_make, to_read = self.expected_length * self._left.answers, self._count_read(self._left)
         make_left = max(0.0, to_make - (self._made - self._ended_made))
         read_left = max(0.0, to_read - (self._read - self._ended_read))
         return make_left * self._made_s / self._made + (read_left * self._read_s / self._read if self._read else 0.0)
@@ -78,7 +101,5 @@ class RemainingTime:
         mean = self._made / self._ends
         return mean * -math.expm1(-self._limit / mean)
 
-    def _count_read(self, cost: Cost) -> float:
-        """Return the tokens of all prompts of a conversation; each has those before it, and their answers."""
-        later = cost.answers * (cost.answers - 1) / 2
-        return cost.prompt * (cost.answers + later) + self.expected_length * later
+    def _count_read(self, amount: _Amount) -> float:
+        return amount.prompts + self.expected_length * amount.answers_read

@@ -277,7 +277,7 @@ def test_progress_tells_conversations_throughput_and_the_time_left_of_this_run_a
     seen: list[Progress] = []
     summary = regenerate(run, Slow(tiny_engine), chat, seen.append, clock=lambda: now[0])
     each = summary.generated_tokens // 4
-    assert [now.summarize() for now in seen[:3]] == [
+    assert [now.summarize() for now in seen[1:4]] == [
         {"conversations": "1/5", "tokens": 0, "tokens/s": 0, "eta": "?"},
         {"conversations": "2/5", "tokens": each, "tokens/s": round(each / 10), "eta": "29s"},
         {"conversations": "3/5", "tokens": 2 * each, "tokens/s": round(each / 10), "eta": "19s"},
