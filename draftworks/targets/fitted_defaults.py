@@ -20,7 +20,7 @@ from draftworks.config.registry_files import CaptureSpec, StrategyEntry, TargetS
 from draftworks.config.service import ServingSpec
 from draftworks.config.strategies import TargetSizes, resolve_strategy
 from draftworks.storage.files import read_json
-from draftworks.storage.installed import read_version
+from draftworks.storage.identity import read_version
 
 DEVICES, PROCESSORS = Path("/dev"), Path("/proc/cpuinfo")
 _OTHER_DRIVERS = ("kfd", "dxg", "nvgpu", "nvhost-gpu", "nvmap")

@@ -16,7 +16,7 @@ from draftworks.errors import ConfigError
 from draftworks.targets.registry import Registry
 from spec_assets.common import PROGRAM_TAG
 from spec_assets.definitions import REGISTRY
-from spec_assets.executor import require_places
+from spec_assets.executor import require_reachable
 
 LOCATION = '''
 from pathlib import Path
@@ -71,7 +71,7 @@ def make_plan(*programs: str) -> SimpleNamespace:
 
 def refuse(registry: Registry, *programs: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        require_places(make_plan(*programs), "small", registry)
+        require_reachable(make_plan(*programs), "small", registry)
     return str(caught.value).splitlines()
 
 
@@ -97,10 +97,10 @@ def test_a_run_ends_before_its_first_step_if_a_later_ones_scheduler_does_not_ans
 def test_only_the_places_of_the_steps_that_are_left_are_asked(registry: Registry, tmp_path: Path):
     harness = ToyHarness(tmp_path)
     write(registry, {"launcher": {"programs": {"train": harness.make_settings()}}})
-    require_places(make_plan("capture", "train"), "small", registry)
+    require_reachable(make_plan("capture", "train"), "small", registry)
     (harness.scheduler.root / "silent").touch()
-    require_places(make_plan("capture", "evaluate"), "small", registry)
-    require_places(make_plan("train"), None, registry)
+    require_reachable(make_plan("capture", "evaluate"), "small", registry)
+    require_reachable(make_plan("train"), None, registry)
     assert len(refuse(registry, "capture", "train")) == 1
 
 
@@ -140,7 +140,7 @@ def test_storage_is_asked_by_those_that_write_there(registry: Registry, monkeypa
             "object_storage": storage,
         },
     )
-    require_places(make_plan("regenerate", "train"), "small", registry)
+    require_reachable(make_plan("regenerate", "train"), "small", registry)
     (line,) = refuse(registry, "capture")
     assert line.startswith("deployment: features.url: s3://drafts/features")
     assert "could not be reached" in line
@@ -152,7 +152,7 @@ def test_storage_is_asked_by_those_that_write_there(registry: Registry, monkeypa
 def test_nodes_that_would_do_nothing_for_answers_are_refused(registry: Registry, tmp_path: Path):
     launcher = {"programs": {"regenerate": {**ToyHarness(tmp_path).make_settings(), "nodes": 2}}}
     write(registry, {"launcher": launcher}, capture={"backend": "sglang_server"})
-    require_places(make_plan("regenerate"), "small", registry)
+    require_reachable(make_plan("regenerate"), "small", registry)
     for entry in ({}, {"capture": {"backend": "sglang_server", "server": {"url": "http://a:1", "spool": "/s"}}}):
         write(registry, {"launcher": launcher}, **entry)
         (line,) = refuse(registry, "regenerate", "capture")

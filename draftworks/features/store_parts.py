@@ -1,14 +1,19 @@
-"""Leases that one process holds on samples of a store."""
+"""What stores have in common: leases of this process on samples, and specs of tensors compared with what is read."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from draftworks.features.contracts import FeatureHandle
+from draftworks.errors import StoreError
+from draftworks.features.contracts import FeatureHandle, FeatureSpec, SampleRef
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,26 @@ class LeaseTable:
             if not self._held[item]:
                 del self._held[item]
         return lease
+
+
+def fill_in_ref(ref: SampleRef, tensors: Mapping[str, Tensor], uri: str) -> SampleRef:
+    """Return the ref of a sample after `tensors` were put: store, shapes, dtypes and bytes filled in."""
+    specs = {**ref.feature_specs, **{name: _describe(ref, name, tensor) for name, tensor in tensors.items()}}
+    size = sum(spec.nbytes for spec in specs.values())
+    return replace(ref, feature_store_uri=uri, feature_specs=specs, estimated_bytes=size)
+
+
+def require_spec(spec: FeatureSpec | None, shape: tuple[int, ...], dtype: str, where: str) -> None:
+    """Raise StoreError that begins with `where` unless what is stored has the shape and dtype of a ref's spec, if any."""
+    if spec is not None and (tuple(spec.shape), spec.dtype) != (shape, dtype):
+        raise StoreError(f"{where}: expected shape {tuple(spec.shape)} of {spec.dtype}, found {shape} of {dtype}")
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _describe(ref: SampleRef, name: str, tensor: Tensor) -> FeatureSpec:
+    """Return the ref's spec of a feature (its `target_repr`) with the shape and dtype of `tensor`."""
+    known = ref.feature_specs.get(name, FeatureSpec(name, (), ""))
+    return replace(known, shape=tuple(tensor.shape), dtype=dtype_name(tensor))

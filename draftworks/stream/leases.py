@@ -1,4 +1,4 @@
-"""Holds a consumer's identity with a heartbeat, so that a second process with the same one is refused."""
+"""Leases that a thread renews: of tasks, since a batch may take longer than a lease lasts; of a consumer's identity."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from draftworks.distributed.stop_signals import block_stop_signals
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.stream.controller import DataFlowController
+from draftworks.stream.metadata_store import TaskLease
 
 log = logging.getLogger(__name__)
 
@@ -99,3 +100,51 @@ def hold_consumer(controller: DataFlowController, wait_s: float | None = None) -
         yield lease
     finally:
         lease.end()
+
+
+class LeaseKeeper:
+    """The leases of a worker that are renewed while `renewing` is open."""
+
+    def __init__(self, controller: DataFlowController) -> None:
+        self._controller = controller
+        self._lock = threading.Lock()
+        self._leases: dict[str, TaskLease] = {}
+
+    def follow(self, controller: DataFlowController) -> None:
+        """Renew the leases that are added from now on with another controller; none of the other one may be left."""
+        self._controller = controller
+
+    def add(self, lease: TaskLease) -> None:
+        with self._lock:
+            self._leases[lease.task.task_id] = lease
+
+    def drop(self, lease: TaskLease) -> None:
+        with self._lock:
+            self._leases.pop(lease.task.task_id, None)
+
+    @property
+    def leases(self) -> list[TaskLease]:
+        """The leases that were added and not dropped."""
+        with self._lock:
+            return list(self._leases.values())
+
+    @contextmanager
+    def renewing(self) -> Iterator[None]:
+        over = threading.Event()
+
+        def renew() -> None:
+            block_stop_signals()
+            while not over.wait(self._controller.lease_s / 3):
+                try:
+                    if leases := self.leases:
+                        self._controller.renew_leases(leases)
+                except DraftworksError as error:  # the next attempt may come in time
+                    log.warning("leases of tasks could not be renewed: %s", error)
+
+        thread = threading.Thread(target=renew, name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
