@@ -93,7 +93,7 @@ def draw_prompts(folder: Path, count: int, length: int) -> dict[str, list[list[i
     """Return prompts of each kind: a question about a piece of a page, with the model's own template."""
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text = "\n".join(path.read_text() for path in sorted(PAGES.glob("*.md")))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     asked = tokenizer.apply_chat_template(
@@ -131,7 +131,7 @@ def serve_side(side: str, folder: Path, prompts: Sequence[Sequence[int]], batch:
 def load_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def answer(model: Any, prompts: Sequence[Sequence[int]], sampling: ResponseSpec) -> list[list[int]]:
