@@ -36,7 +36,7 @@ COMPACT_STEPS_BELOW = 0.97
 """The same for `llama_steps`, which copies only the rows that take the place of ended ones."""
 JOIN_SHARE = 0.1
 """Prompts join once they are this share of the answers that are decoded, as each time the cache is copied."""
-WEIGHTS_SHARE = 0.4
+WEIGHTS_SHARE = 0.3
 """Bytes of keys and values on a CPU by those of the weights: the process then stays below 2.5 times the weights of a model of
 135 M parameters, 0.7 of which are libraries."""
 LEAST_BUDGET = 64 << 20
