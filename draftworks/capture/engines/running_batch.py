@@ -256,15 +256,13 @@ class RunningBatch:
         return self._size.count_bytes(width)
 
     def _read_and_join(self, rows: Sequence[Row]) -> Iterator[Advance]:
-        """Read prompts in groups, then let all of them join at once, and ended answers leave."""
-        groups, without_room = [], [row for row in rows if row.ended]
+        """Read prompts in groups, each of which joins before the next is read: two of them would not fit one's memory."""
+        without_room = [row for row in rows if row.ended]
         if without_room:
             yield self._tell(without_room, 0, 0)
         for part in self._cut([row for row in rows if not row.ended]):
-            group = self._read(part)
-            groups.append(group)
+            self._join(self._read(part))
             yield self._tell(part, sum(row.held for row in part), len(part))
-        self._join([each for each in groups if each.rows])
 
     def _cut(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         """Yield prompts that are read together: of about the same length, where rows of different lengths can join."""
@@ -320,18 +318,19 @@ class RunningBatch:
             if not row.ended:
                 row.take(token, self._end_tokens)
 
-    def _join(self, groups: Sequence[_Group]) -> None:
-        if not groups:
+    def _join(self, group: _Group) -> None:
+        """Let prompts that were read join, and ended answers leave."""
+        if not group.rows:
             return
         keep = torch.tensor([index for index, row in enumerate(self._rows) if not row.ended], dtype=torch.int64)
-        self._rows = [*self._running, *(row for group in groups for row in group.rows)]
+        self._rows = [*self._running, *group.rows]
         width = max(row.held for row in self._rows)
         starts = torch.tensor([width - row.held for row in self._rows])
         self._frame = Frame(starts, width, max(row.left for row in self._rows))
-        self._kept.join(keep, [each.cache for each in groups], [each.chosen for each in groups], self._frame)
-        if groups[0].seen is not None:
+        self._kept.join(keep, [group.cache], [group.chosen], self._frame)
+        if group.seen is not None:
             before = [] if self._seen is None else [self._seen[keep.to(self._seen.device)]]
-            self._seen = torch.cat([*before, *(each.seen for each in groups if each.seen is not None)])
+            self._seen = torch.cat([*before, group.seen])
 
     def _step(self) -> Advance:
         """Decode a token of each row, then remove ended rows if they are many."""
