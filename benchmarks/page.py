@@ -42,6 +42,7 @@ COMMANDS = {
     "rivals": "python benchmarks/rivals.py",
     "two_ranks": "python benchmarks/two_ranks.py",
     "hf_rates": "python benchmarks/hf_rates.py",
+    "answers": "python benchmarks/answers.py smollm2 --turns 1",
     "objective_memory": "python benchmarks/objective_memory.py --samples 4 --samples 16",
     "files_per_step": "python benchmarks/files_per_step.py",
     "packing": "python benchmarks/packing.py {eagle3_draft}",

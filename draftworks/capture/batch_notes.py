@@ -200,9 +200,10 @@ class Progress:
         return self.seconds * (1 - self.share) / self.share if self.share else None
 
     def summarize(self) -> dict[str, float | int | str]:
-        """Return the figures for one log line: units done, tokens per second and remaining time."""
+        """Return the figures for one log line: units done, tokens, tokens per second and remaining time."""
         eta = "?" if self.eta_s is None else _format_duration(self.eta_s)
-        return {self.unit: f"{self.done}/{self.total}", "tokens/s": round(self.tokens_per_s), "eta": eta}
+        rate = round(self.tokens_per_s)
+        return {self.unit: f"{self.done}/{self.total}", "tokens": self.tokens, "tokens/s": rate, "eta": eta}
 
 
 def _format_duration(seconds: float) -> str:

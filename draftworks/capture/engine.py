@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -41,6 +42,37 @@ class Generated:
 
     ids: tuple[int, ...]
     finished: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AskedPrompt:
+    """A prompt that waits for its answer; random numbers of the answer derive from `sample_id` and `turn`."""
+
+    sample_id: str
+    prompt: tuple[int, ...]
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class AnsweredPrompt:
+    """A prompt, the very object that was asked, and its answer."""
+
+    asked: AskedPrompt
+    answer: Generated
+
+
+@dataclass(frozen=True)
+class Advance:
+    """What an engine did since it told last.
+
+    Attributes:
+        read: tokens of prompts, if nothing else took time; else 0.
+        made: tokens of answers, those of unfinished ones included.
+    """
+
+    answered: tuple[AnsweredPrompt, ...]
+    read: int
+    made: int
 
 
 class TargetEngine(ABC):
@@ -143,6 +175,27 @@ class TargetEngine(ABC):
 
         See draftworks.capture.engines.generate.
         """
+
+    def answer_stream(
+        self,
+        waiting: deque[AskedPrompt],
+        sampling: ResponseSpec,
+        max_total: int,
+        end_ids: Collection[int] = (),
+    ) -> Iterator[Advance]:
+        """Answer what is waiting, from its left, and what is added meanwhile; yield what was done, often.
+
+        Here `batch_size` prompts of a turn are one call of `generate`. An engine whose batch prompts can join overrides
+        this.
+        """
+        while waiting:
+            turn, batch = waiting[0].turn, list[AskedPrompt]()
+            while waiting and waiting[0].turn == turn and len(batch) < sampling.batch_size:
+                batch.append(waiting.popleft())
+            ids = [each.sample_id for each in batch]
+            made = self.generate([each.prompt for each in batch], sampling, ids, max_total, turn=turn, end_ids=end_ids)
+            answered = tuple(map(AnsweredPrompt, batch, made))
+            yield Advance(answered, 0, sum(len(each.ids) for each in made))
 
     def share_with_job(self) -> None:  # noqa: B027 - most engines are used by one process
         """Let the other ranks of the job use the servers of this engine, and let it use theirs.

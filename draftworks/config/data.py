@@ -178,7 +178,8 @@ class ResponseSpec(Spec):
     batch_size: int = Field(
         default=64,
         ge=1,
-        description="Sequences decoded together, of each server if there are several; not part of any identity.",
+        description="Most sequences decoded together, of each server if there are several; not part of any identity. Engine hf "
+        "decodes fewer where their keys and values would take over 0.3 of the weights' bytes, or half of a GPU's free memory.",
     )
 
     @model_validator(mode="after")

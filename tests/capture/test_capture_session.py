@@ -272,7 +272,7 @@ def test_wrong_features_are_not_stored(tiny_target, tmp_path: Path, watched, dam
 def test_rest_takes_as_long_as_its_share_says():
     at = Progress("samples", done=3, total=12, share=0.25, tokens=100, seconds=10.0)
     assert at.eta_s == 30
-    assert at.summarize() == {"samples": "3/12", "tokens/s": 10, "eta": "30s"}
+    assert at.summarize() == {"samples": "3/12", "tokens": 100, "tokens/s": 10, "eta": "30s"}
 
 
 def test_long_waits_are_told_in_their_largest_units():

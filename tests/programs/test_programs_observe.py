@@ -201,7 +201,7 @@ def test_an_endpoint_answers_without_a_target_being_loaded(tiny_target, tmp_path
     assert fake.keys == {"Bearer sk-secret"}
     assert (report["conversations"], report["samples"], report["dropped"]) == (3, 3, 0)
     assert report["generated_tokens"] == sum(row.supervised for row in rows_of(run))
-    assert "conversations=0/3 tokens/s=0 eta=?" in capsys.readouterr().out
+    assert "conversations=0/3 tokens=0 tokens/s=0 eta=?" in capsys.readouterr().out
 
 
 def test_a_choice_that_the_template_does_not_know_is_refused_before_anything_is_loaded(tiny_target, tmp_path: Path):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from datetime import datetime
 from typing import Any
 
-from draftworks.capture.engine import Generated, TargetEngine
+from draftworks.capture.engine import AskedPrompt, Generated, TargetEngine
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn, digest_turns
@@ -78,6 +79,20 @@ class Dialogue:
             self._spans = []
         self.ids = list(prompt_ids)
         return True
+
+    @property
+    def num_questions(self) -> int:
+        """Number of answers that are asked for."""
+        return self._num_questions
+
+    @property
+    def num_answers(self) -> int:
+        return self._num_answers
+
+    @property
+    def num_cut(self) -> int:
+        """Number of answers that a limit cut."""
+        return self._unfinished
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -195,6 +210,21 @@ def require_questions(turns: tuple[Turn, ...]) -> list[Question]:
     return questions
 
 
+@dataclass(frozen=True)
+class DialogueAdvance:
+    """What was done since the last one.
+
+    Attributes:
+        ended: dialogues that have all of their answers.
+        read: tokens of prompts, if nothing else took time; else 0.
+        made: tokens of answers, those of unfinished ones included.
+    """
+
+    ended: tuple[Dialogue, ...]
+    read: int
+    made: int
+
+
 class Answerer(ABC):
     """Source of the next answer of each dialogue.
 
@@ -218,6 +248,13 @@ class Answerer(ABC):
                 is about that one.
             EngineError: the answerer cannot go on.
         """
+
+    def converse(self, dialogues: Sequence[Dialogue], batch_size: int) -> Iterator[DialogueAdvance]:
+        """Generate all answers of these dialogues; yield as they are made. Raises CaptureError, EngineError as `answer`."""
+        for start in range(0, len(dialogues), batch_size):
+            batch = dialogues[start : start + batch_size]
+            converse(self, batch)
+            yield DialogueAdvance(tuple(batch), 0, sum(dialogue.num_generated for dialogue in batch))
 
     @abstractmethod
     def close(self) -> None:
@@ -249,8 +286,28 @@ class EngineAnswerer(Answerer):
             end_ids=self._end_ids,
         )
 
+    def converse(self, dialogues: Sequence[Dialogue], batch_size: int) -> Iterator[DialogueAdvance]:
+        sampling = self._sampling.model_copy(update={"batch_size": batch_size})
+        asked = {_ask(dialogue, 0): dialogue for dialogue in dialogues}
+        waiting = deque(sorted(asked, key=lambda each: -len(each.prompt)))
+        for advance in self._engine.answer_stream(waiting, sampling, self._max_length, self._end_ids):
+            ended = []
+            for answered in advance.answered:
+                dialogue = asked.pop(answered.asked)
+                dialogue.add(answered.answer)
+                if dialogue.done:
+                    ended.append(dialogue)
+                else:  # the next turn, before conversations that have not begun
+                    waiting.appendleft(_ask(dialogue, answered.asked.turn + 1))
+                    asked[waiting[0]] = dialogue
+            yield DialogueAdvance(tuple(ended), advance.read, advance.made)
+
     def close(self) -> None:
         self._engine.close()
+
+
+def _ask(dialogue: Dialogue, turn: int) -> AskedPrompt:
+    return AskedPrompt(dialogue.id, tuple(dialogue.ids), turn)
 
 
 def converse(answerer: Answerer, dialogues: Sequence[Dialogue]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -22,8 +22,9 @@ from draftworks.capture.answers.answer_sets import (
     read_asked,
     require_enough,
 )
-from draftworks.capture.answers.dialogue import Answerer, Dialogue, EngineAnswerer, converse
+from draftworks.capture.answers.dialogue import Answerer, Dialogue, DialogueAdvance, EngineAnswerer, converse
 from draftworks.capture.answers.record_file import RecordFile
+from draftworks.capture.answers.remaining import Cost, RemainingTime
 from draftworks.capture.background import run_in_background
 from draftworks.capture.batch_notes import Progress, ProgressCallback
 from draftworks.capture.engine import TargetEngine
@@ -35,6 +36,10 @@ from draftworks.errors import CaptureError, DataError
 
 WINDOW = 16
 """Number of batches in a window. Conversations in a window are sorted by prompt length, which reduces padding."""
+TELL_S = 5.0
+"""Seconds after which progress is told though no answer has ended."""
+TELL_EVERY = 256
+"""Conversations that are looked at before progress is told again."""
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +169,7 @@ class _Regeneration:
         self.refused: list[RejectedSample] = []
         self._done = self.resumed
         self._started = 0.0
+        self._left = RemainingTime(run.responses.max_new_tokens)
         self.tokens = 0
         self.seconds = 0.0
 
@@ -174,8 +180,10 @@ class _Regeneration:
     def require_room(self, records: RecordFile) -> None:
         """Raise DataError if so many conversations leave no room for an answer that the run would end after all others."""
         rejected = []
-        for each in read_asked(self._run):
-            reason = records[each.id].get("dropped") if each.id in records else self._find_problem(each)
+        for number, each in enumerate(read_asked(self._run)):
+            if number % TELL_EVERY == 0:
+                self.report()
+            reason = records[each.id].get("dropped") if each.id in records else self._look_ahead(each)
             if reason is not None:
                 rejected.append(RejectedSample(each.id, reason))
         if rejected:
@@ -189,35 +197,34 @@ class _Regeneration:
         return self.refused
 
     def answer_window(self, window: Sequence[Conversation], records: RecordFile) -> list[RejectedSample]:
-        """Answer the conversations of a window that `records` lacks; return those that were refused.
-
-        Batches are cut from the whole window, and those with a lacking conversation are answered whole: the composition of
-        a batch decides the last bits of what an engine computes.
-        """
+        """Answer the conversations of a window that `records` lacks; return those that were refused."""
         before = len(self.refused)
-        dialogues = sorted(self._open_dialogues(window, records), key=lambda each: len(each.ids))
-        for finished in self._answer(dialogues, records):
-            self._keep([each for each in finished if each.id not in records], records)
-            self.report()
+        dialogues = self._open_dialogues([each for each in window if each.id not in records], records)
+        if dialogues:
+            told = self._clock()
+            for advance in self._answer(dialogues):
+                now = self._clock()
+                self._left.spend(advance.read, advance.made, now - max(told, self._started))
+                told = now
+                if advance.ended:
+                    self._keep(advance.ended, records)
+                self.report()
         return self.refused[before:]
 
-    def _answer(self, dialogues: Sequence[Dialogue], records: RecordFile) -> Iterator[Sequence[Dialogue]]:
+    def _answer(self, dialogues: Sequence[Dialogue]) -> Iterator[DialogueAdvance]:
         """Yield dialogues as they finish.
 
         With a concurrent answerer, `size` dialogues per copy of the target run at a time, each one separately;
         otherwise `size` dialogues run together as a batch.
         """
-        size, lacking = self._run.responses.batch_size, [each for each in dialogues if each.id not in records]
-        if not lacking:
+        size, answerer = self._run.responses.batch_size, self._get_answerer()
+        if not answerer.concurrent:
+            yield from answerer.converse(dialogues, size)
             return
-        answerer = self._get_answerer()
-        if answerer.concurrent:
-            yield from ([each] for each in _run_concurrently(self._converse_alone, lacking, size * answerer.replicas))
-            return
-        for batch in _split_into_chunks(dialogues, size):
-            if any(each.id not in records for each in batch):
-                self._converse(*batch)
-                yield batch
+        longest_first = sorted(dialogues, key=lambda each: -len(each.ids))
+        for each in _run_concurrently(self._converse_alone, longest_first, size * answerer.replicas):
+            ended = () if each is None else (each,)
+            yield DialogueAdvance(ended, 0, sum(dialogue.num_generated for dialogue in ended))
 
     def _count_copies(self) -> int:
         """Return how many copies of the target have to be kept busy; while one finishes a window, the others wait."""
@@ -235,6 +242,7 @@ class _Regeneration:
         self._done += len(finished)
         self.tokens += sum(dialogue.num_generated for dialogue in finished)
         for dialogue in finished:
+            self._left.end(dialogue.id, dialogue.num_generated, dialogue.num_answers, dialogue.num_cut)
             if dialogue.refusal is not None:
                 self._note_refusal(RejectedSample(dialogue.id, dialogue.refusal))
             elif dialogue.stop_reason:
@@ -252,7 +260,10 @@ class _Regeneration:
             self.seconds = self._clock() - self._started
         if self._progress is not None:
             share = (self._done - self.resumed) / max(1, self._total - self.resumed)
-            self._progress(Progress("conversations", self._done, self._total, share, self.tokens, self.seconds))
+            left_s = self._left.estimate() if self._run.workers == 1 else None  # else others answer too
+            if left_s and self.seconds:
+                share = self.seconds / (self.seconds + left_s)
+            self._progress(Progress("conversations", self._done, self._total, share, self._left.made, self.seconds))
 
     def _open_dialogues(self, window: Sequence[Conversation], records: RecordFile) -> list[Dialogue]:
         dialogues, dropped = [], []
@@ -271,30 +282,29 @@ class _Regeneration:
             conversation, self._chat.choose(conversation), self._max_length, self._run.responses.continue_after_cut
         )
 
-    def _find_problem(self, conversation: Conversation) -> str | None:
-        """Return why no answer can be generated for a conversation; None if one can."""
+    def _look_ahead(self, conversation: Conversation) -> str | None:
+        """Return why no answer can be generated for a conversation; None if one can, whose cost is then noted."""
         try:
-            self._open_dialogue(conversation)
+            dialogue = self._open_dialogue(conversation)
         except DataError as error:
             return str(error)
+        self._left.expect(conversation.id, Cost(len(dialogue.ids), dialogue.num_questions))
         return None
 
     def _converse_alone(self, dialogue: Dialogue) -> None:
+        assert self._answerer is not None
         try:
-            self._converse(dialogue)
+            converse(self._answerer, [dialogue])
         except CaptureError as error:
             dialogue.refusal = str(error)
-
-    def _converse(self, *dialogues: Dialogue) -> None:
-        """Generate all answers of these dialogues, turn by turn."""
-        assert self._answerer is not None
-        converse(self._answerer, dialogues)
 
 
 def _run_concurrently(
     work: Callable[[Dialogue], None], dialogues: Sequence[Dialogue], threads: int
-) -> Iterator[Dialogue]:
+) -> Iterator[Dialogue | None]:
     """Run `work` on the dialogues in background threads and yield each one when it is done; raise the first error.
+
+    None is yielded when none was done for `TELL_S`.
 
     Running work is not waited for when the caller stops iterating early or the program ends.
     """
@@ -305,14 +315,11 @@ def _run_concurrently(
 
     running = start_next(threads)
     while running:
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
+        done = wait(running, TELL_S, return_when=FIRST_COMPLETED).done
+        if not done:
+            yield None
+        for future in done:
             dialogue = running.pop(future)
             future.result()
             running |= start_next(1)
             yield dialogue
-
-
-def _split_into_chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk

@@ -6,6 +6,7 @@ A tap is therefore a pre-hook on layer k, and no states of the other layers are 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftworks.capture.engine import (
+    Advance,
+    AskedPrompt,
     EnginePlace,
     Generated,
     TargetEngine,
@@ -23,7 +26,7 @@ from draftworks.capture.engine import (
     find_backend,
     make_engine_identity,
 )
-from draftworks.capture.engines.generate import generate
+from draftworks.capture.engines.generate import answer_stream, generate
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError
@@ -81,6 +84,15 @@ class HFTargetEngine(TargetEngine):
         end_ids: Collection[int] = (),
     ) -> list[Generated]:
         return generate(self.model, prompts, sampling, sample_ids, min(max_total, self._context), turn, end_ids)
+
+    def answer_stream(
+        self,
+        waiting: deque[AskedPrompt],
+        sampling: ResponseSpec,
+        max_total: int,
+        end_ids: Collection[int] = (),
+    ) -> Iterator[Advance]:
+        return answer_stream(self.model, waiting, sampling, min(max_total, self._context), end_ids)
 
     def _pad(self, sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Return sequences padded on the right, with an attention mask, both (B, S) int64.

@@ -10,6 +10,7 @@ product itself, and keys and values go into one buffer with room for the whole a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
+
+from draftworks.capture.engines.caches import Frame, join_columns
 
 LARGEST = 256 << 20
 """Bytes of weights up to which the overhead counts; the weights of the steps are a copy."""
@@ -36,7 +39,7 @@ class _Layer:
 
 
 class LlamaSteps:
-    """The weights of a Llama, arranged for steps; `begin` starts from what the model itself made of the prompts."""
+    """The weights of a Llama, arranged for steps."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.config: Any = model.config
@@ -75,16 +78,6 @@ class LlamaSteps:
         half = cos.shape[-1] // 2
         return torch.complex(cos[0, :, :half], sin[0, :, :half])[:, None]
 
-    def begin(self, cache: DynamicCache, mask: Tensor, more: int) -> LlamaAnswers:
-        """Go on after prompts.
-
-        Args:
-            cache: their keys and values.
-            mask: (B, S), 0 for padding.
-            more: largest number of tokens that will follow.
-        """
-        return LlamaAnswers(self, cache, mask, more)
-
 
 def find_steps(model: PreTrainedModel) -> LlamaSteps | None:
     """Return the steps of a model that they suit, else None."""
@@ -113,25 +106,38 @@ def _after_norm(norm: Any, weight: Tensor) -> Tensor:
 
 
 class LlamaAnswers:
-    """The answers of a batch that are being decoded."""
+    """Keys and values of the answers of a batch, in one frame of columns as those of `caches.py`."""
 
-    def __init__(self, steps: LlamaSteps, cache: DynamicCache, mask: Tensor, more: int) -> None:
+    def __init__(self, steps: LlamaSteps) -> None:
         self._steps = steps
-        self._length = mask.shape[1]
         self._heads = steps.config.num_attention_heads
         self._kv_heads = steps.config.num_key_value_heads
-        room = self._length + more
+        self._length = 0
         # (layers, B, 2, kv heads, room, D)
-        self._stored = torch.empty(len(cache.layers), len(mask), 2, self._kv_heads, room, steps.head_dim)
-        side_by_side = pair_halves(steps.head_dim)
-        for stored, layer in zip(self._stored[..., : self._length, :], cache.layers, strict=True):
-            given: Any = layer
-            stored[:, 0] = given.keys[..., side_by_side]
-            stored[:, 1] = given.values
-        self._bias = torch.zeros(len(mask), 1, 1, room)  # -inf where there is padding
-        self._bias[:, 0, 0, : self._length].masked_fill_(mask == 0, -torch.inf)
+        self._stored = torch.empty(len(steps.layers), 0, 2, self._kv_heads, 0, steps.head_dim)
+        self._bias = torch.empty(0, 1, 1, 0)  # -inf before a row's first column
 
-    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def join(self, keep: Tensor, read: Sequence[DynamicCache], rows: Sequence[Tensor], frame: Frame) -> None:
+        """Keep these rows, then add those rows of what the model itself made of prompts.
+
+        Args:
+            frame: of all these rows afterwards; its `more` is the largest number of tokens that will follow.
+        """
+        width, count = frame.width, len(frame.starts)
+        stored = torch.empty(len(self._stored), count, 2, self._kv_heads, width + frame.more, self._steps.head_dim)
+        side_by_side = pair_halves(self._steps.head_dim)
+        for index, into in enumerate(stored):
+            held = self._stored[index, ..., : self._length, :]
+            for kind, name in enumerate(("keys", "values")):
+                made: list[Tensor] = [getattr(each.layers[index], name) for each in read]
+                if name == "keys":
+                    made = [each[..., side_by_side] for each in made]
+                join_columns([held[:, kind], *made], [keep, *rows], into[:, kind], width)
+        self._stored, self._length = stored, width
+        self._bias = torch.zeros(count, 1, 1, width + frame.more)
+        self._bias[:, 0, 0, :width].masked_fill_(torch.arange(width) < frame.starts[:, None], -torch.inf)
+
+    def step(self, tokens: Tensor, positions: Tensor, frame: Frame) -> Tensor:
         """Return the logits (B, V) after one more token for each row; tokens and positions are (B,)."""
         steps, rows, end = self._steps, len(tokens), self._length + 1
         size, turned = steps.head_dim, self._heads + self._kv_heads

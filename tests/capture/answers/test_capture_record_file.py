@@ -220,7 +220,7 @@ def start_main(run: RegenerateRun, engine: WatchedEngine, chat: ChatTokenizer) -
 
 def read_all(run: RegenerateRun) -> dict[str, bytes]:
     made = {str(path.relative_to(run.out)): path.read_bytes() for path in run.out.rglob("*") if path.is_file()}
-    return made | {"answers": find_answers_file(run).read_bytes()}
+    return made | {"answers": b"".join(sorted(find_answers_file(run).read_bytes().splitlines(keepends=True)))}
 
 
 @pytest.fixture(scope="module")

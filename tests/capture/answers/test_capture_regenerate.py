@@ -276,11 +276,11 @@ def test_progress_tells_conversations_throughput_and_the_time_left_of_this_run_a
     run = make_run(tiny_target, tmp_path, [conversation(number) for number in range(5)], responses={"batch_size": 1})
     seen: list[Progress] = []
     summary = regenerate(run, Slow(tiny_engine), chat, seen.append, clock=lambda: now[0])
-    per_answer = summary.generated_tokens // 4
-    assert [each.summarize() for each in seen[:3]] == [
-        {"conversations": "1/5", "tokens/s": 0, "eta": "?"},
-        {"conversations": "2/5", "tokens/s": round(per_answer / 10), "eta": "30s"},
-        {"conversations": "3/5", "tokens/s": round(per_answer / 10), "eta": "20s"},
+    each = summary.generated_tokens // 4
+    assert [now.summarize() for now in seen[1:4]] == [
+        {"conversations": "1/5", "tokens": 0, "tokens/s": 0, "eta": "?"},
+        {"conversations": "2/5", "tokens": each, "tokens/s": round(each / 10), "eta": "29s"},
+        {"conversations": "3/5", "tokens": 2 * each, "tokens/s": round(each / 10), "eta": "19s"},
     ]
     assert (seen[-1].eta_s, summary.seconds) == (0, 40)
 

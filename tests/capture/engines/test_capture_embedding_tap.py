@@ -20,9 +20,10 @@ from transformers import (
 
 from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
 from draftworks.capture.engines import llama_steps
-from draftworks.capture.engines.generate import generate, make_growing_cache
+from draftworks.capture.engines.caches import Frame, make_growing_cache
+from draftworks.capture.engines.generate import generate
 from draftworks.capture.engines.hf import HFTargetEngine
-from draftworks.capture.engines.llama_steps import find_steps
+from draftworks.capture.engines.llama_steps import LlamaAnswers, find_steps
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.capture.engines.sglang_loading import has_plain_embeddings, require_plain_embeddings
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
@@ -142,13 +143,14 @@ def test_logits_are_those_of_the_model_for_rows_that_stay(rope: str, tied: bool)
     model(input_ids=ids[:, :7], attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
     steps = find_steps(model)
     assert steps is not None
-    answers = steps.begin(cache, mask, more=5)
+    answers, starts = LlamaAnswers(steps), 7 - torch.tensor(lengths)
+    answers.join(torch.tensor([], dtype=torch.int64), [cache], [torch.arange(4)], Frame(starts, 7, more=5))
     rows = torch.arange(4)
     for place in range(7, 12):
         if place == 9:
             rows = torch.tensor([3, 1])  # the last in the place of the first
             answers.keep(rows)
-        found = answers.step(ids[rows, place], torch.tensor(lengths)[rows] + place - 7)
+        found = answers.step(ids[rows, place], place - starts[rows], Frame(starts[rows], place, 12 - place))
         for row, logits in zip(rows.tolist(), found, strict=True):
             expected = model(ids[row : row + 1, 7 - lengths[row] : place + 1]).logits[0, -1]
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)

@@ -53,9 +53,9 @@ def test_a_padded_row_equals_the_row_alone(engine):
 
 @pytest.mark.parametrize("engine", gate_or_long(FAMILIES, KINDS_OF_STATE), indirect=True, scope="module")
 def test_answers_are_those_of_transformers_whatever_else_is_in_the_batch(engine):
-    """Batch rows end at different times and leave the batch, together with the states of their layers."""
+    """Batch rows end at different times; others join in their places, together with the states of their layers."""
     prompts = [row[:30] for row in ROWS]
-    sampling = ResponseSpec(max_new_tokens=8, batch_size=len(prompts))
+    sampling = ResponseSpec(max_new_tokens=8, batch_size=3)
     expected = []
     with torch.no_grad():
         for prompt in prompts:

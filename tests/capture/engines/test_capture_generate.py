@@ -9,13 +9,9 @@ from capture_toys import random_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.capture.engines.generate import (
-    choose_next_tokens,
-    draw_uniforms,
-    find_end_tokens,
-    generate,
-    list_rows_to_keep,
-)
+from draftworks.capture.engines.generate import find_end_tokens, generate
+from draftworks.capture.engines.running_batch import list_rows_to_keep
+from draftworks.capture.engines.sampling import choose_next_tokens, draw_uniforms
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.errors import CaptureError
 
