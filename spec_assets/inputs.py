@@ -21,6 +21,8 @@ from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.storage.identity import digest
 from draftworks.storage.names import FP8_GATE, TRAINING_FEATURES, of_strategy
 from draftworks.targets.fitted_defaults import describe_fitted
+from draftworks.targets.gguf_header import is_gguf
+from draftworks.targets.gguf_store import ensure_converted
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import (
     digest_datasets,
@@ -59,6 +61,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
     target = workspace.registry.load_target(context.partition_key)
     for line in describe_fitted(workspace.registry.read_target(target.name), target):
         context.log.info(f"target {target.name}: {line}")
+    ensure_converted(target, workspace.registry, workspace.digests, context.log.info)
     files = workspace.resolve_target_files(target.name)
     weights = check_target_weights(files, target.capture.backend, workspace.weight_checks)
     if weights.note is not None:
@@ -74,6 +77,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
         data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
         metadata={
             "model": files.model,
+            **({} if target.is_hub or not is_gguf(target.model) else {"dequantised_from": target.model}),
             "revision": files.revision or "(directory)",
             "weights_digest": files.digest,
             "tensors": weights.tensors,

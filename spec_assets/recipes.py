@@ -16,6 +16,7 @@ from draftworks.errors import DraftworksError
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.storage.identity import digest
 from draftworks.storage.names import EVALUATION_RECIPE, RECIPE, of_strategy
+from draftworks.targets.gguf_store import ensure_converted
 from draftworks.targets.registry import Registry, apply_overrides, resolve_training_options
 from draftworks.targets.resolve import read_num_layers
 from draftworks.targets.shared_needs import collect_taps, resolve_draft_vocab_size
@@ -126,6 +127,7 @@ def _check_overrides(context: dg.AssetExecutionContext, workspace: Workspace, ta
         overrides = (configs[name].get("options", {}), configs[name].get("training", {}))
         overridden[name] = apply_overrides(target.name, resolve_strategy(name), entry, *overrides)
     if any(configs.values()):
+        ensure_converted(target, workspace.registry, workspace.digests, context.log.info)
         files = workspace.resolve_target_files(target.name)
         changed = target.model_copy(update={"strategies": overridden})
         check_requirements(changed, files, workspace.registry)

@@ -176,10 +176,14 @@ def identify_plan(subject: PlanSubject) -> str:
     """
     target = subject.target
     entry = target.model_dump(mode="json", exclude={"description", "service", "launcher"})
-    model = [] if target.is_hub else sorted(subject.registry.resolve_path(target.model).glob("*.safetensors"))
+    model = [] if target.is_hub else _list_weights(subject.registry.resolve_path(target.model))
     data = [] if subject.is_remote(HELDOUT) else find_training_files(target, subject.registry)
     stamps = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in (*model, *data)]
     return digest([entry, stamps])
+
+
+def _list_weights(model: Path) -> list[Path]:
+    return [model] if model.is_file() else sorted(model.glob("*.safetensors"))
 
 
 def add_plans(plans: Sequence[Plan]) -> Plan:

@@ -23,6 +23,7 @@ from draftworks.storage.identity import DigestNotCached, RememberedDigests, dige
 from draftworks.storage.names import RESPONSES, TOKENIZED_TRAIN, TRAINING_FEATURES, of_eval_set
 from draftworks.storage.records import AnswersIdentity, FeaturesIdentity
 from draftworks.targets.fitted_defaults import describe_fitted, read_machine
+from draftworks.targets.gguf_store import NotConvertedError
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import TargetShape, read_shape, resolve_target
 from draftworks.targets.shared_needs import collect_taps
@@ -90,7 +91,7 @@ class PlanSubject:
         """The target with its digests; None if they would have to be computed, so that nothing was made of it yet."""
         try:
             return resolve_target(self.target, self.registry, self.digests)
-        except DigestNotCached:
+        except (DigestNotCached, NotConvertedError):
             return None
 
     @cached_property

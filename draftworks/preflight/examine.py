@@ -6,8 +6,9 @@ Torch-free to import: torch, transformers and pyarrow are imported only after th
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,10 +29,13 @@ from draftworks.storage.files import cache_json
 from draftworks.storage.identity import FileDigests, digest
 from draftworks.storage.installed import read_version
 from draftworks.targets.fitted_defaults import describe_fitted
+from draftworks.targets.gguf_store import ensure_converted
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.training_data import digest_datasets
 from draftworks.targets.weights import WEIGHT_CHECKS, check_target_weights
+
+log = logging.getLogger(__name__)
 
 TARGET_CHECKS = "target_checks"
 """Folder of cached findings, in `var`."""
@@ -96,12 +100,19 @@ def _read_cached(path: Path) -> tuple[Finding, ...] | None:
         return None  # absent or unreadable: the target is examined again
 
 
-def examine_entry(name: str, registry: Registry, digests: FileDigests, var: Path | None = None) -> tuple[Finding, ...]:
+def examine_entry(
+    name: str,
+    registry: Registry,
+    digests: FileDigests,
+    var: Path | None = None,
+    say: Callable[[str], None] = log.info,
+) -> tuple[Finding, ...]:
     """Return all findings about a target of the registry. An invalid entry is a finding too, and does not raise.
 
     Args:
         var: folder of results, in which runs keep what they found out about files, drafts and data, by content; what is
             known there is not found out again. None keeps nothing.
+        say: is given progress of what takes long: a GGUF file that is dequantised.
     """
     findings = Findings()
     target = None
@@ -111,20 +122,26 @@ def examine_entry(name: str, registry: Registry, digests: FileDigests, var: Path
         target = registry.salvage_target(name)
         if target is None:
             return tuple(findings.found)
-        return _examine_loaded(target, registry, findings, digests, var)
+        return _examine_loaded(target, registry, findings, digests, var, say)
     for line in describe_fitted(registry.read_target(name), target):
         findings.note(f"target {name}: {line}")
     if var is not None:
         check_made_dtypes(target, registry, ArtifactStore(var), findings)
-    return _examine_loaded(target, registry, findings, digests, var)
+    return _examine_loaded(target, registry, findings, digests, var, say)
 
 
 def _examine_loaded(
-    target: TargetSpec, registry: Registry, findings: Findings, digests: FileDigests, var: Path | None
+    target: TargetSpec,
+    registry: Registry,
+    findings: Findings,
+    digests: FileDigests,
+    var: Path | None,
+    say: Callable[[str], None],
 ) -> tuple[Finding, ...]:
     """Return the findings so far, with all about the files, data and drafts of an entry."""
     name, files = target.name, None
     try:
+        ensure_converted(target, registry, digests, say)
         files = resolve_target(target, registry, digests)
     except DraftworksError as error:
         if target.is_hub and "cannot be reached" in str(error):

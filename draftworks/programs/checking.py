@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ def check(
 ) -> None:
     """Check every target's registry entry, files, drafts and a sample of its data, and print errors and warnings.
 
-    Reads no weights. Schedulers that jobs are to run in are asked whether they would take them, and object storage is
+    Reads no weights, but those of a GGUF file, which is dequantised once. Schedulers that jobs are to run in are asked whether they would take them, and object storage is
     written to. Exit code 1 if there is an error, else 0.
     """
     found = ReadOnceRegistry(registry)
@@ -54,7 +55,8 @@ def check(
     checked: dict[str, tuple[Finding, ...]] = {}
     refused = find_refused_jobs(found, list_scheduler_users(found, names))
     for name in names:
-        entry = [*examine_entry(name, found, digests, var), *(Finding("error", text) for text in refused.get(name, ()))]
+        entry = [*examine_entry(name, found, digests, var, partial(typer.echo, err=True))]
+        entry += [Finding("error", text) for text in refused.get(name, ())]
         checked[name] = tuple(one for one in entry if one.text not in shared)
         if not as_json:
             _print_findings(name, checked[name], registry, len(checked[name]) < len(entry))

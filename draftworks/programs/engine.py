@@ -17,6 +17,7 @@ from draftworks.errors import ConfigError, DraftworksError, EngineError
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.programs.start import CHECKOUT, LOOPBACK, report_error, require_free_port
 from draftworks.storage.identity import FileDigests, LayerTap
+from draftworks.targets.gguf_store import ensure_converted
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 from draftworks.targets.shared_needs import collect_taps
@@ -67,7 +68,9 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
     target = registry.load_target(name)
     port, spool = _find_place(target)
     require_free_port(port)
-    files = resolve_target(target, registry, FileDigests(registry.resolve_var_folder() / "digests.json"))
+    digests = FileDigests(registry.resolve_var_folder() / "digests.json")
+    ensure_converted(target, registry, digests, typer.echo)
+    files = resolve_target(target, registry, digests)
     check_requirements(target, files, registry)
 
     from draftworks.capture.engines.sglang_loading import build_server_options, select_layers  # torch

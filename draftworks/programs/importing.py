@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.storage.identity import FileDigests
+from draftworks.targets.gguf_store import ensure_converted
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
@@ -33,9 +35,9 @@ def import_checkpoint(
     try:
         found = Registry(registry)
         digests = FileDigests(found.resolve_var_folder() / "digests.json")
-        imported = import_draft(
-            source, resolve_target(found.load_target(target), found, digests), out, norm_output_means
-        )
+        spec = found.load_target(target)
+        ensure_converted(spec, found, digests, partial(typer.echo, err=True))
+        imported = import_draft(source, resolve_target(spec, found, digests), out, norm_output_means)
     except DraftworksError as error:
         raise report_error(error) from None
     defaults = resolve_strategy(imported.strategy).options().model_dump()

@@ -19,8 +19,11 @@ from draftworks.config.launchers import LOCAL, LauncherSpec
 from draftworks.config.registry_files import CaptureSpec, StrategyEntry, TargetSpec, TrainingSpec
 from draftworks.config.service import ServingSpec
 from draftworks.config.strategies import TargetSizes, resolve_strategy
+from draftworks.errors import DraftworksError
 from draftworks.storage.files import read_json
 from draftworks.storage.installed import read_version
+from draftworks.targets.gguf_header import is_gguf
+from draftworks.targets.gguf_model import read_gguf_sizes
 
 DEVICES, PROCESSORS = Path("/dev"), Path("/proc/cpuinfo")
 _OTHER_DRIVERS = ("kfd", "dxg", "nvgpu", "nvhost-gpu", "nvmap")
@@ -114,12 +117,20 @@ def fit_defaults(spec: TargetSpec, folder: Path, find_launcher: FindLauncher) ->
     """Return the entry with defaults that fit its model and this machine.
 
     Args:
-        folder: of the model. Sizes of a model of the hub, and of one whose config.json does not give them, are not asked:
-            its defaults stay as they are.
+        folder: of the model, or its GGUF file. Sizes of a model of the hub, and of one whose config.json does not give
+            them, are not asked: its defaults stay as they are.
     """
-    sizes = None if spec.is_hub else _read_sizes(folder)
+    sizes = None if spec.is_hub else _read_file_sizes(folder) if is_gguf(folder) else _read_sizes(folder)
     fitted = spec if sizes is None else _fit_to_model(spec, sizes)
     return _fit_to_machine(fitted, find_launcher)
+
+
+def _read_file_sizes(path: Path) -> _ModelSizes | None:
+    try:
+        found = read_gguf_sizes(path)
+    except DraftworksError:
+        return None  # who resolves the target says what is wrong with it
+    return _ModelSizes(found.num_layers, found.hidden_size, found.vocab_size, found.context)
 
 
 def _read_sizes(folder: Path) -> _ModelSizes | None:

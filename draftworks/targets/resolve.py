@@ -15,6 +15,9 @@ from draftworks.storage.files import read_json
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import FileDigests, digest
 from draftworks.storage.words import list_fitting, suggest
+from draftworks.targets.gguf_header import is_gguf
+from draftworks.targets.gguf_model import read_gguf_sizes
+from draftworks.targets.gguf_store import find_converted, locate_gguf
 from draftworks.targets.registry import Registry
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -38,14 +41,19 @@ _MAX = {
 def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -> TargetFiles:
     """Locate model and tokenizer, digest them, and read the shape of the model from its config.json.
 
-    A directory is identified by the content of config.json and its safetensors files, a hub model by id and commit.
-    The tokenizer's digest also covers the model's generation_config.json, which names the tokens that end an answer.
+    A directory is identified by the content of config.json and its safetensors files, a hub model by id and commit, a GGUF
+    file by the directory that it was dequantised into. The tokenizer's digest also covers the model's
+    generation_config.json, which names the tokens that end an answer.
 
     Raises:
         ConfigError: a path that is absent or not a model directory, a hub id that cannot be read, a config without the
             usual fields, or a `max_length` beyond the model's context.
+        NotConvertedError: a GGUF file that is not dequantised yet.
     """
-    model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
+    if is_gguf(spec.model) and spec.revision is None:
+        model = str(find_converted(spec, registry, digests))
+    else:
+        model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
     tokenizer, tokenizer_revision = model, spec.revision
     if spec.tokenizer:
         tokenizer_revision = spec.tokenizer_revision
@@ -94,8 +102,13 @@ def read_shape(spec: TargetSpec, registry: Registry) -> TargetShape:
 
     Raises:
         ConfigError: a path that is absent or not a model directory, or a config without the usual fields.
+        StoreError: a GGUF file that cannot be read.
     """
-    model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
+    where = f"target {spec.name}: model"
+    if is_gguf(spec.model) and spec.revision is None:
+        sizes = read_gguf_sizes(locate_gguf(spec.model, registry, where))
+        return TargetShape(sizes.num_layers, sizes.hidden_size)
+    model = _locate(spec.model, spec.revision, registry, where)
     config = _complete_config(spec, model)
     return TargetShape(
         num_layers=_require_integer(config, model, "num_hidden_layers"),
