@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import sys
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -21,6 +22,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "registry" / "examples" / "smoll
 
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
+    """What prompts.py defines; as a script it finds fetch.py beside it."""
+    sys.path.insert(0, str(EXAMPLE))
     return runpy.run_path(str(EXAMPLE / "prompts.py"))
 
 
@@ -58,7 +61,7 @@ def test_a_smaller_size_is_part_of_each_larger_one(written: dict[str, list[dict[
 
 
 def test_no_template_of_one_side_is_one_of_the_other_but_for_words():
-    for kind, sides in yaml.safe_load((EXAMPLE / "templates.yaml").read_text())["categories"].items():
+    for kind, sides in yaml.safe_load((EXAMPLE / "templates" / "prompts.yaml").read_text())["categories"].items():
         for one, other in product(map(skeleton, sides["train"]), map(skeleton, sides["held_out"])):
             assert len(one & other) <= 0.25 * min(len(one), len(other)), kind
 
@@ -67,6 +70,6 @@ def test_other_templates_are_refused_before_anything_is_written(
     script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(script["write_sizes"].__globals__, "make_rows", lambda _: {"train": [], "held_out": []})
-    with pytest.raises(script["PromptsError"], match=r"expected the SHA-256 \w+…, found e3b0c44298fc1c14…"):
+    with pytest.raises(script["FetchError"], match=r"expected the SHA-256 \w+…, found e3b0c44298fc1c14…"):
         script["write_sizes"](tmp_path)
     assert not any(tmp_path.iterdir())

