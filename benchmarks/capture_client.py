@@ -33,8 +33,7 @@ from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
 from draftworks.data.tokenized import TokenRow
 from draftworks.errors import EngineError
 from draftworks.sglang.client import GenerateRequest, Generation
-from draftworks.sglang.parts import Part
-from draftworks.sglang.spool import write_part
+from draftworks.sglang.spool import Part, write_part
 
 TAPS = (2, 18, 33)
 VOCAB = 32_000

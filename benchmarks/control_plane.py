@@ -27,9 +27,9 @@ import typer
 
 from draftworks.features.contracts import FeatureSpec, SampleRef
 from draftworks.stream.controller import DataFlowController
+from draftworks.stream.metadata_store import PromptTask
 from draftworks.stream.ref_set import RefEncoder, decode_ref
 from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
-from draftworks.stream.tasks import PromptTask
 
 STREAMS = ("hf3", "hf15", "hf28", "last")
 HIDDEN = 4096

@@ -10,10 +10,9 @@ from fleet_simulation import FleetYear, Member
 from fleet_world import RANKS, Training
 
 from draftworks.config.operations import BudgetSpec
-from draftworks.decision.answers import Answer, Answers, Hold
 from draftworks.decision.budget import HOUR_S, WEEK_S, Charge, Correction, Ledger, Outcome
 from draftworks.decision.queue import Action, FleetState, Step, TargetState, plan_actions
-from draftworks.decision.record import Choice
+from draftworks.decision.record import Answer, Answers, Choice, Hold
 
 ANSWERS, ANSWER_DAYS, AGREES = 0.7, (0.5, 10.0), 0.8
 WITHDRAWN = 0.02

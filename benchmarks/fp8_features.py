@@ -22,7 +22,7 @@ from torch import Tensor
 from draftworks.capture.plan import StreamPlan
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.features.scaled_fp8 import decode_features
+from draftworks.features.tensor_bytes import decode_features
 from draftworks.storage.identity import EngineIdentity, FeatureIdentity, LastHidden, LayerTap, digest
 
 STORAGES = ("plain", "fp8", "fp8_taps")

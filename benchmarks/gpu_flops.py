@@ -17,7 +17,7 @@ from gpu_cases import Shape
 from torch import Tensor
 
 from draftworks.strategies.dflash2.model import SIDES
-from draftworks.strategies.lilicorr.lattice import CANDIDATE_FEATURES
+from draftworks.strategies.lilicorr.model import CANDIDATE_FEATURES
 
 BOTH, ONE, NONE = 2, 1, 0
 """Gradients of a product."""

@@ -37,16 +37,14 @@ from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.open_store import open_store
 from draftworks.storage.identity import LayerTap
-from draftworks.stream.awaited_store import AwaitedStore
-from draftworks.stream.capture_worker import CaptureWorker
+from draftworks.stream.capture_worker import CaptureWorker, PlannedOrder
 from draftworks.stream.controller import DataFlowController
-from draftworks.stream.planned_order import PlannedOrder
+from draftworks.stream.metadata_store import Watermark
 from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.stream.stream_consumer import StreamConsumer
-from draftworks.stream.stream_order import StreamOrder
 from draftworks.stream.stream_rounds import StreamRound
-from draftworks.stream.streaming_plan import StreamingPlan
-from draftworks.stream.watermark import Watermark
+from draftworks.stream.streaming_plan import StreamingPlan, StreamOrder
+from draftworks.stream.training_stream import AwaitedStore
 
 HIDDEN, LENGTH, BATCH, VOCAB = 256, 64, 4, 1000
 POLL_S = 0.005

@@ -29,9 +29,7 @@ from draftworks.config.run_files import TrainRun
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.features.packed_schedule import PackedTrainSchedule
-from draftworks.features.packing import PackLimits, fill_share, require_lengths
-from draftworks.features.schedule import TrainSchedule
+from draftworks.features.schedule import PackedTrainSchedule, PackLimits, TrainSchedule, fill_share, require_lengths
 from draftworks.programs.assembly import Samples, build_draft, open_samples
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.fsdp_backend import FSDPTrainingBackend

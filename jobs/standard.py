@@ -1,12 +1,14 @@
-"""Asset jobs, each run for one partition (target model) at a time."""
+"""Asset jobs, each run for one partition (target model) at a time, and those that decisions start."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import dagster as dg
 
 from draftworks.config.strategies import StrategySpec
+from draftworks.decision.record import Choice
 from draftworks.storage.names import FP8_GATE, HELDOUT, HELDOUT_FEATURES, THINKING_COMPARISON, of_eval_set, of_strategy
 
 INPUTS = dg.AssetSelection.groups("inputs")
@@ -68,3 +70,28 @@ def _define_train_job(strategy: StrategySpec) -> object:
 
 def _define_job(name: str, selection: dg.AssetSelection, description: str) -> object:
     return dg.define_asset_job(name, selection=selection, description=description)
+
+
+DESCRIPTIONS = {
+    Choice.RETRAIN: "Train a draft from the start on the data of today, and all that it needs; the rule of promotion decides "
+    "whether it goes into service.",
+    Choice.TUNE: "Go on training a draft, the one that the run configuration's `start_from` names, on the data of today.",
+}
+
+
+def name_training_job(choice: Choice, strategy: str) -> str:
+    return f"{choice}_{strategy}"
+
+
+def make_training_jobs(strategies: Iterable[str]) -> list[Any]:
+    """Return the jobs `retrain_{strategy}` and `tune_{strategy}` of the strategies that have a decision."""
+    return [
+        dg.define_asset_job(
+            name_training_job(choice, strategy),
+            selection=dg.AssetSelection.assets(of_strategy(strategy).decision).upstream()
+            - dg.AssetSelection.assets(FP8_GATE),
+            description=description,
+        )
+        for strategy in strategies
+        for choice, description in DESCRIPTIONS.items()
+    ]

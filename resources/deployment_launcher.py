@@ -15,9 +15,22 @@ from pydantic import Field
 from draftworks.config.launchers import COMMON_KEYS, LOCAL, LauncherSpec, parse_launcher
 from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.job_claims import end_claimed_job
-from resources.launchers import make_launcher
 from resources.torch_job import JobStatus, RunDir, TorchJob
 from resources.torch_launcher import JobLimits, PreparedFiles, TorchLauncher
+
+
+def make_launcher(spec: LauncherSpec) -> TorchLauncher:
+    """Return the launcher of these settings, for jobs of any program."""
+    if spec.kind == LOCAL:
+        from resources.local_launcher import LocalLauncher
+
+        return LocalLauncher(
+            grace_s=spec.grace_s, threads=spec.threads, stall_limit_s=spec.stall_limit_s, time_limit_s=spec.time_limit_s
+        )
+    from resources.scheduler_launcher import SchedulerLauncher
+
+    settings = spec.model_dump(mode="json", exclude_unset=True, exclude={"programs"})
+    return SchedulerLauncher(settings=json.dumps({**settings, "kind": spec.kind}))
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ from draftworks.planning.identities import Results
 from draftworks.preflight.examine import TARGET_CHECKS
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
-from draftworks.storage.legacy_stores import find_answers
 from draftworks.storage.object_access import parse_object_url
-from draftworks.storage.object_store import ObjectStore
-from draftworks.storage.publication import Publication
+from draftworks.storage.object_store import ObjectStore, Publication
 from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import digest_training_data
@@ -85,9 +83,9 @@ class Workspace(dg.ConfigurableResource):
         """Return the feature store of a target's weights, shared by all runs, strategies and targets of these weights.
 
         Raises:
-            StoreError: features that an earlier version stored under the target's name cannot be moved there.
+            StoreError: only an earlier version stored features of this target, under its name.
         """
-        return locate_feature_store(self.registry, self.artifacts, files)
+        return locate_feature_store(self.registry, files)
 
     @cached_property
     def publication(self) -> Publication | None:
@@ -121,10 +119,6 @@ class Workspace(dg.ConfigurableResource):
     def locate_answers(self, files: TargetFiles) -> Path:
         """Return the folder of answers of a target's weights, one record per conversation, for all runs."""
         return self.var / "answers" / files.digest
-
-    def find_earlier_answers(self, files: TargetFiles) -> list[Path]:
-        """Return files of answers of these weights that earlier versions kept below the names of targets."""
-        return find_answers(self.var / "answers", files.digest)
 
     def locate_run_folder(self, run_id: str, step: str) -> Path:
         """Return the folder of run file, messages and log of a launched job."""

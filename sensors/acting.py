@@ -20,7 +20,7 @@ from draftworks.storage.names import of_strategy
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import describe_new_strategy
-from jobs.acting import name_training_job
+from jobs.standard import name_training_job
 from resources.workspace import Workspace
 from sensors.reevaluation import BECAUSE_TAG
 from sensors.running_targets import SeriesCursor, describe_run, find_runs_under_way

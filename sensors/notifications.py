@@ -11,8 +11,7 @@ import dagster as dg
 
 from draftworks.config.strategies import list_strategies
 from draftworks.errors import DraftworksError
-from draftworks.notifications.bookmark import Bookmark
-from draftworks.notifications.outbox import Event
+from draftworks.notifications.outbox import Bookmark, Event
 from draftworks.storage.names import of_strategy
 from draftworks.storage.words import format_count
 from draftworks.targets.registry import Registry

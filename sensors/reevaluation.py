@@ -10,7 +10,9 @@ from draftworks.fleet.staleness import Subject, find_published_drafts
 from draftworks.storage.identity import digest
 from draftworks.storage.names import CONVERSATIONS, of_eval_set
 from draftworks.storage.words import list_names
+from draftworks.targets.gguf_store import NotConvertedError
 from draftworks.targets.registry import HELDOUT, resolve_recipe
+from draftworks.targets.resolve import identify_inputs
 from draftworks.targets.training_data import identify_eval_data
 from resources.workspace import Workspace
 from sensors.running_targets import SeriesCursor, find_runs_under_way
@@ -90,7 +92,10 @@ def find_outdated(workspace: Workspace, target: str) -> StaleTarget | None:
     responses = {name: artifacts.find(of_eval_set(name).responses, target) for name in [HELDOUT, *spec.evals]}
     if not drafts or responses[HELDOUT] is None:
         return None
-    files, names = workspace.resolve_target_files(target), list(spec.evals)
+    try:
+        files, names = workspace.resolve_target_files(target), list(spec.evals)
+    except NotConvertedError as other:  # so it is none that anything was measured with
+        return StaleTarget(other.identity, ["weights of the target"])
     if artifacts.find(CONVERSATIONS, target) is not None:
         names.append(HELDOUT)
     sources = {name: identify_eval_data(name, spec, files.vocab_size, registry, workspace.digests) for name in names}
@@ -172,6 +177,6 @@ def digest_inputs(workspace: Workspace, target: str) -> str:
     """Return one digest of all inputs of a target."""
     registry = workspace.registry
     spec = registry.load_target(target)
-    files = workspace.resolve_target_files(target)
+    files = identify_inputs(spec, registry, workspace.digests)
     data = workspace.read_training_data_version(spec)
-    return digest([files.digest, files.tokenizer_digest, data, resolve_recipe(spec, registry)])
+    return digest([*files, data, resolve_recipe(spec, registry)])

@@ -176,7 +176,7 @@ def _make_checks(
 
 
 def _make_training_jobs(strategies: Sequence[StrategySpec]) -> list[Any]:
-    from jobs.acting import make_training_jobs
+    from jobs.standard import make_training_jobs
 
     return make_training_jobs(each.name for each in strategies)
 

@@ -14,7 +14,7 @@ from draftworks.planning.identities import (
     TRAIN,
     Conversations,
 )
-from draftworks.preflight.gates import describe_coverage, is_low
+from draftworks.preflight.plausible_values import describe_coverage, is_low
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.names import (
     CONVERSATIONS,
@@ -26,10 +26,10 @@ from draftworks.storage.names import (
     TARGET_MODEL,
     TOKENIZED_TRAIN,
 )
-from draftworks.targets.shared_needs import resolve_draft_vocab_size
 from draftworks.targets.training_data import (
     load_slice_plan,
     load_training_datasets,
+    resolve_draft_vocab_size,
 )
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -197,7 +197,6 @@ def answer_conversations(
             conversations=source.folder,
             workers=workspace.resolve_launcher(spec.name, "regenerate").workers,
             answers=workspace.locate_answers(files),
-            earlier_answers=workspace.find_earlier_answers(files),
             responses=responses,
             only_last_turn=spec.data.only_last_turn,
             max_rejected_share=spec.data.max_rejected_share,

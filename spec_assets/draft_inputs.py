@@ -15,10 +15,9 @@ from draftworks.config.run_files import FeatureSet, StoreSpec, StreamPlace, Trai
 from draftworks.config.strategies import StrategySpec
 from draftworks.data.rejected import KEPT_REASONS, RejectedSample, read_rejected, write_rejected
 from draftworks.errors import ConfigError, StoreError
-from draftworks.planning.draft_inputs import DraftInputs
-from draftworks.planning.identities import read_draft_inputs
+from draftworks.planning.identities import DraftInputs, read_draft_inputs
 from draftworks.preflight.compatibility import check_start_from
-from draftworks.preflight.gates import require_passed_fp8_gate
+from draftworks.preflight.plausible_values import require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.identity import digest
 from draftworks.storage.names import of_strategy

@@ -35,7 +35,7 @@ from spec_assets.features import PLANNED
 from spec_assets.metadata import format_bytes
 
 if TYPE_CHECKING:
-    from draftworks.planning.draft_inputs import DraftInputs
+    from draftworks.planning.identities import DraftInputs
 
 
 RESTARTS = 10

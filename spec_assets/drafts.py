@@ -15,8 +15,7 @@ from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.strategy_metrics import describe_rates, describe_strategy_metrics, format_rates_by_position
 from draftworks.fleet.staleness import OVERRIDES
-from draftworks.planning.draft_inputs import DraftInputs
-from draftworks.planning.identities import DRAFT_CODE_VERSION
+from draftworks.planning.identities import DRAFT_CODE_VERSION, DraftInputs
 from draftworks.storage.artifacts import Artifact, BuildResult, Claim
 from draftworks.storage.names import (
     HELDOUT_FEATURES,
@@ -107,26 +106,29 @@ def train_drafts(
     workspace: Workspace,
     launcher: TorchLauncher,
     target: TargetSpec,
-    own: DraftTraining,
+    draft: DraftTraining,
 ) -> BuildResult:
-    """Train the step's own draft and return its result; train with it the other drafts that can follow its stream.
+    """Train the step's draft and return its result; train with it the other drafts that can follow its stream.
 
     Each of those is published as its own step would, which then finds it. One that fails only says so: its own step
-    tries again. If the step's own draft fails, the others are brought to their end first.
+    tries again. If the step's draft fails, the others are brought to their end first.
     """
-    with claim_followers(context, workspace, target, own) as followers:
-        drafts = [own, *followers]
-        readers = [each.to_reader() for each in drafts]
-        with open_stream(context, workspace, target, readers) as stream, retry_on_failure(context, own.config.retries):
+    with claim_followers(context, workspace, target, draft) as followers:
+        drafts = [draft, *followers]
+        readers = [training.to_reader() for training in drafts]
+        with (
+            open_stream(context, workspace, target, readers) as stream,
+            retry_on_failure(context, draft.config.retries),
+        ):
             outcomes = _run(context, workspace, launcher, drafts, stream)
             trained = {name: each.report for name, each in outcomes.items() if isinstance(each, JobResult)}
             figures = stream.summarize(list(trained))
-            for each in followers:
-                _publish(context, workspace, each, outcomes[each.name], stream, figures)
-            outcome = outcomes[own.name]
+            for follower in followers:
+                _publish(context, workspace, follower, outcomes[follower.name], stream, figures)
+            outcome = outcomes[draft.name]
             if isinstance(outcome, dg.Failure):
                 raise outcome
-        result = own.make_result(workspace, outcome.report, stream, figures)
+        result = draft.make_result(workspace, outcome.report, stream, figures)
         remove_streams(workspace, target, [each for each in readers if each.name in trained])
         return result
 
@@ -187,17 +189,17 @@ def _publish(
 
 @contextmanager
 def claim_followers(
-    context: dg.AssetExecutionContext, workspace: Workspace, target: TargetSpec, own: DraftTraining
+    context: dg.AssetExecutionContext, workspace: Workspace, target: TargetSpec, draft: DraftTraining
 ) -> Iterator[list[DraftTraining]]:
-    """Context with the other drafts of the run that follow the stream of the step's own; nobody else trains them.
+    """Context with the other drafts of the run that follow the stream of the step's draft; nobody else trains them.
 
     Not among them are drafts that exist, that somebody else trains, and those whose inputs are not made yet.
     """
     followers: list[DraftTraining] = []
     with ExitStack() as held:
-        if shares_stream(target, own.inputs):
+        if shares_stream(target, draft.inputs):
             for name in target.strategies:
-                if name != own.name and of_strategy(name).draft in list_selected_assets(context):
+                if name != draft.name and of_strategy(name).draft in list_selected_assets(context):
                     follower = _claim(context, workspace, target, resolve_strategy(name), held)
                     followers += [] if follower is None else [follower]
         yield followers

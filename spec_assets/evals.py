@@ -175,7 +175,7 @@ class CachedFeatures:
 
     def is_cached(self, inputs: Mapping[str, str] | None = None) -> bool:
         """Whether the cache has an entry (of these inputs, if given) whose features are all in the store."""
-        from draftworks.features.presence import holds_feature_set
+        from draftworks.features.open_store import holds_feature_set
 
         known = EvalCache.for_config(self.subject.config).try_get(self.subject.config, inputs)
         return known is not None and holds_feature_set(self.store, known)

@@ -37,7 +37,7 @@ from spec_assets.unchanged import find_unchanged_steps
 from spec_assets.unused import UnusedAsset, find_unused_assets, record_unused
 
 
-def find_left_out_strategies(target: TargetSpec, whole: Set[str], chosen: Set[str]) -> list[str]:
+def find_unmade_strategies(target: TargetSpec, whole: Set[str], chosen: Set[str]) -> list[str]:
     """Return the strategies of a target of which a run makes nothing although its job does; none where a run lacks
     something else too, which somebody has chosen so.
 
@@ -45,14 +45,14 @@ def find_left_out_strategies(target: TargetSpec, whole: Set[str], chosen: Set[st
         whole: names of the assets of the run's job.
         chosen: those that the run makes.
     """
-    left, found = set(whole - chosen), []
+    unmade, found = set(whole - chosen), []
     for name in target.strategies:
         names = of_strategy(name)
-        own = whole & set(names)
-        if own and not chosen & (own - {names.recipe, names.export_recipe}):
+        assets = whole & set(names)
+        if assets and not chosen & (assets - {names.recipe, names.export_recipe}):
             found.append(name)
-            left -= own
-    return [] if left else found
+            unmade -= assets
+    return [] if unmade else found
 
 
 def list_assets_of_job(job: Any, name: str) -> set[str]:
@@ -67,10 +67,10 @@ def to_names(keys: Iterable[dg.AssetKey]) -> set[str]:
 
 
 _WRITTEN_BY = {FEATURES: "capture", PUBLISH: "evaluate"}
-"""By each place in object storage, the program of the steps that write there."""
+"""By the deployment's key of a bucket, the program of the steps that write there."""
 
 
-def require_places(plan: Any, target: str | None, registry: Registry) -> None:
+def require_reachable(plan: Any, target: str | None, registry: Registry) -> None:
     """Raise if a scheduler or object storage that the steps of a plan use cannot be reached, or refuses.
 
     It costs nothing where jobs run on this machine and features are in files. What cannot be read of the target's
@@ -92,7 +92,8 @@ def require_places(plan: Any, target: str | None, registry: Registry) -> None:
         raise ConfigError("\n".join(problems))
 
 
-LOOK_EVERY_S = 5.0
+RECORD_POLL_S = 5.0
+"""Between two looks at the run's record."""
 
 
 def interrupt_this_process() -> None:
@@ -105,12 +106,12 @@ def end_with_record(
     instance: dg.DagsterInstance,
     run_id: str,
     end: Callable[[], None] = interrupt_this_process,
-    every_s: float = LOOK_EVERY_S,
+    every_s: float = RECORD_POLL_S,
 ) -> Iterator[None]:
     """Call `end` once if the run's record is finished or deleted while the body of the `with` still runs."""
     over = threading.Event()
 
-    def look() -> None:
+    def watch_record() -> None:
         while not over.wait(every_s):
             try:
                 run = instance.get_run_by_id(run_id)
@@ -120,7 +121,7 @@ def end_with_record(
                 end()
                 return
 
-    threading.Thread(target=look, name="run-record", daemon=True).start()
+    threading.Thread(target=watch_record, name="run-record", daemon=True).start()
     try:
         yield
     finally:
@@ -218,7 +219,7 @@ class RunExecutor(dg.Executor):
         if left:
             subset = self._build_subset(plan_context, plan, left)
             with raise_without_traceback():
-                require_places(subset, target, self._registry)
+                require_reachable(subset, target, self._registry)
             yield from self._inner.execute(plan_context, assign_pools(subset, target, self._registry))
 
     def _build_subset(self, plan_context: Any, plan: Any, steps: Sequence[str]) -> Any:
@@ -247,7 +248,7 @@ class RunExecutor(dg.Executor):
             return
         steps = (plan.get_step_by_key(key) for key in plan.step_keys_to_execute)
         chosen = to_names(set().union(*map(list_assets_of_step, steps)))
-        for name in find_left_out_strategies(target, list_assets_of_job(self._job, run.job_name), chosen):
+        for name in find_unmade_strategies(target, list_assets_of_job(self._job, run.job_name), chosen):
             plan_context.log.warning(f"{describe_new_strategy(name)}. This run was started without its assets")
 
     def _find_target(self, name: str | None) -> TargetSpec | None:

@@ -8,7 +8,7 @@ import dagster as dg
 
 from draftworks.config.run_files import ExportRun
 from draftworks.config.strategies import StrategySpec
-from draftworks.export.names import DRAFT_FOLDER, GATE_MEANINGS, READABLE
+from draftworks.export.conventions import DRAFT_FOLDER, GATE_MEANINGS, READABLE
 from draftworks.planning.identities import find_card
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.identity import digest

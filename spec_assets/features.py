@@ -6,10 +6,10 @@ import dagster as dg
 
 from draftworks.config.run_files import CaptureRun
 from draftworks.planning.identities import PLANNED
-from draftworks.preflight.gates import require_passed_fp8_gate
+from draftworks.preflight.plausible_values import require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.names import RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, TRAINING_FEATURES
-from draftworks.targets.shared_needs import collect_taps
+from draftworks.targets.training_data import collect_taps
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, report_result
@@ -69,7 +69,7 @@ def training_features(
     def still_stored(artifact: Artifact) -> bool:
         if artifact.summary.get(PLANNED):
             return spec.streaming is not None
-        from draftworks.features.presence import holds_feature_set
+        from draftworks.features.open_store import holds_feature_set
 
         return holds_feature_set(store, artifact.path)
 

@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 
 from draftworks.config.run_files import FeatureSet
-from draftworks.preflight.gates import read_verdicts
+from draftworks.preflight.plausible_values import read_verdicts
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.identity import digest
 from draftworks.storage.names import FP8_GATE, RECIPE, TARGET_MODEL, TOKENIZED_TRAIN

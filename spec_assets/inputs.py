@@ -13,16 +13,14 @@ from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import check_quantizer, check_requirements
 from draftworks.preflight.examine import examine_before_run
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.gates import check_decision, require_passed_fp8_gate
 from draftworks.preflight.machine import check_machine, check_placement
-from draftworks.preflight.plausible_values import check_made_dtypes
+from draftworks.preflight.plausible_values import check_decision, check_made_dtypes, require_passed_fp8_gate
 from draftworks.preflight.services import check_served_data
 from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.storage.identity import digest
 from draftworks.storage.names import FP8_GATE, TRAINING_FEATURES, of_strategy
 from draftworks.targets.fitted_defaults import describe_fitted
-from draftworks.targets.gguf_header import is_gguf
-from draftworks.targets.gguf_store import ensure_converted
+from draftworks.targets.gguf_store import ensure_converted, names_gguf
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import (
     digest_datasets,
@@ -77,7 +75,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
         data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
         metadata={
             "model": files.model,
-            **({} if target.is_hub or not is_gguf(target.model) else {"dequantised_from": target.model}),
+            **({"dequantised_from": target.model} if names_gguf(target) else {}),
             "revision": files.revision or "(directory)",
             "weights_digest": files.digest,
             "tensors": weights.tensors,
@@ -145,17 +143,17 @@ def require_sound_target(
     """Raise ConfigError for what would fail later: implausible values, drafts that cannot be built or served, data
     without a usable row. Warnings go to the log."""
     registry, data = workspace.registry, read_data_versions(workspace, target)
-    places = Findings()  # of this machine: another may be the one that captures, and this run may need none of it
-    check_machine(target, registry, places)
-    check_made_dtypes(target, registry, workspace.artifacts, places)
-    check_quantizer(target, files, registry, places)
-    entry = Findings()  # of the entry and what it names, whatever the machine
-    check_placement(target, registry, entry)
-    check_decision(target, registry, entry)
-    check_served_data(target, registry, entry)
-    findings = (*entry.found, *examine_before_run(target, files, registry, data, workspace.target_checks))
-    for one in (*places.found, *(each for each in findings if each.severity == "warning")):
-        context.log.warning(one.text)
-    errors = [one.text for one in findings if one.severity == "error"]
+    of_machine = Findings()  # another may be the one that captures, and this run may need none of it
+    check_machine(target, registry, of_machine)
+    check_made_dtypes(target, registry, workspace.artifacts, of_machine)
+    check_quantizer(target, files, registry, of_machine)
+    of_entry = Findings()  # and of what it names, whatever the machine
+    check_placement(target, registry, of_entry)
+    check_decision(target, registry, of_entry)
+    check_served_data(target, registry, of_entry)
+    findings = (*of_entry.found, *examine_before_run(target, files, registry, data, workspace.target_checks))
+    for finding in (*of_machine.found, *(found for found in findings if found.severity == "warning")):
+        context.log.warning(finding.text)
+    errors = [finding.text for finding in findings if finding.severity == "error"]
     if errors:
         raise ConfigError("\n".join(errors))

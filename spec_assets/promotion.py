@@ -195,8 +195,8 @@ def _tell(context: dg.AssetExecutionContext, service: "Service", record: InServi
 
 def describe_service(service: "Service", record: InService) -> dict[str, Any]:
     """Return metadata: who, when, why, states, and the figures of the draft or its canary beside what it replaces."""
+    from draftworks.service.candidate import find_delivery, read_states
     from draftworks.service.hook import describe_delivery
-    from draftworks.service.states import find_delivery, read_states
 
     states = read_states(service.register)
     delivery = find_delivery(service.register, record)

@@ -19,7 +19,7 @@ from draftworks.storage.names import EVALUATION_RECIPE, RECIPE, of_strategy
 from draftworks.targets.gguf_store import ensure_converted
 from draftworks.targets.registry import Registry, apply_overrides, resolve_training_options
 from draftworks.targets.resolve import read_num_layers
-from draftworks.targets.shared_needs import collect_taps, resolve_draft_vocab_size
+from draftworks.targets.training_data import collect_taps, resolve_draft_vocab_size
 from resources.workspace import Workspace
 from spec_assets.common import OWNERS, guard
 from spec_assets.inputs import GROUP, require_sound_target

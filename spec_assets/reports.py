@@ -14,7 +14,7 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.acceptance_length import count_own_token
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary
-from draftworks.export.names import CARD
+from draftworks.export.conventions import CARD
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.model_card import CardSubject, model_card, strip_front_matter
 from draftworks.fleet.staleness import is_measured_on

@@ -18,7 +18,7 @@ from draftworks.planning.identities import locate_feature_set, read_eval_data
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.names import HELDOUT_FEATURES, HELDOUT_RESPONSES, VOCAB_MAPPING
 from draftworks.targets.registry import HELDOUT
-from draftworks.targets.shared_needs import collect_taps
+from draftworks.targets.training_data import collect_taps
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import launch

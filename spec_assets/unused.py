@@ -16,7 +16,7 @@ from draftworks.config.strategies import StrategySpec, list_strategies, resolve_
 from draftworks.errors import ConfigError
 from draftworks.storage.names import FP8_GATE, THINKING_COMPARISON, VOCAB_MAPPING, of_eval_set, of_strategy
 from draftworks.targets.registry import HELDOUT, Registry
-from draftworks.targets.shared_needs import resolve_draft_vocab_size
+from draftworks.targets.training_data import resolve_draft_vocab_size
 
 UNUSED = "unused"
 """Data version of the record of an unused asset, and the metadata key of its reason."""

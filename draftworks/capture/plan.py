@@ -16,7 +16,7 @@ from draftworks.data.tokenized import TokenRow
 from draftworks.errors import CaptureError
 from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetIdentity
-from draftworks.features.scaled_fp8 import SCALE_BYTES, STORED, encode_stream
+from draftworks.features.tensor_bytes import SCALE_BYTES, STORED, encode_stream
 from draftworks.storage.identity import FeatureIdentity, LayerTap, Stream, digest
 
 GB = 1e9

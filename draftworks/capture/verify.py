@@ -20,7 +20,7 @@ from draftworks.data.rejected import RejectedSample
 from draftworks.data.tokenized import TokenRow
 from draftworks.errors import CaptureError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig, FeatureStore, SampleRef
-from draftworks.features.scaled_fp8 import STORED, decode_features
+from draftworks.features.tensor_bytes import STORED, decode_features
 from draftworks.storage.identity import LayerTap
 
 HEAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import Spec
-from draftworks.config.plain_errors import show
+from draftworks.config.base import Spec, show
 from draftworks.config.strict_yaml import parse_spec
 from draftworks.errors import ConfigError
 from draftworks.storage.words import suggest, suggest_or_list

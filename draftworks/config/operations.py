@@ -1,18 +1,22 @@
-"""Options of operation: decisions and their budget, observation, prices, notifications, schedules, retention. Torch-free."""
+"""Options of operation, and `registry/deployment.yaml`, settings of an installation independent of its targets. Torch-free."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import EnvironmentName, Spec
+from draftworks.config.base import EnvironmentName, Spec, show
+from draftworks.config.capture import SGLangSpec
+from draftworks.config.features import FeaturesSpec, ObjectStorageSpec, PublishSpec
+from draftworks.config.launchers import KINDS, AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
 from draftworks.config.service import LEAST_PROMPTS
 from draftworks.config.urls import parse_url, require_private, require_root
+from draftworks.errors import ConfigError
 from draftworks.storage.identity import digest
 from draftworks.storage.names import require_name
 from draftworks.storage.words import suggest, suggest_or_list
@@ -296,7 +300,9 @@ def require_distinct(channels: list[NotificationSpec]) -> list[NotificationSpec]
     return channels
 
 
-Kind = Literal["drafts", "reports", "exports", "data", "features", "eval_features", "answers", "runs", "unfinished"]
+Kind = Literal[
+    "drafts", "reports", "exports", "data", "features", "eval_features", "answers", "models", "runs", "unfinished"
+]
 
 
 class RetentionSpec(Spec):
@@ -322,3 +328,60 @@ class RetentionSpec(Spec):
     def budgets(self) -> dict[str, int]:
         """Bytes by kind."""
         return {kind: round(size * 1e9) for kind, size in self.budget_gb.items()}
+
+
+class DeploymentSpec(Spec):
+    """`registry/deployment.yaml`: settings of this installation, independent of the targets."""
+
+    var: str = Field(default="../var", description="Folder that runs write to, relative to the registry.")
+    launcher: AnyLauncherSpec = Field(default_factory=LocalLauncherSpec)
+    features: FeaturesSpec = Field(default_factory=FeaturesSpec)
+    object_storage: ObjectStorageSpec = Field(
+        default_factory=ObjectStorageSpec,
+        description="How buckets of features, published results and data are reached.",
+    )
+    publish: PublishSpec | None = Field(
+        default=None, description="Object storage that exports and reports are copied to; default: none."
+    )
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    retention: RetentionSpec = Field(default_factory=RetentionSpec, description="What may be removed, and when.")
+    prices: PricesSpec | None = Field(
+        default=None, description="What GPUs and storage cost, for `draftworks plan`; default: plans name no money."
+    )
+    budget: BudgetSpec | None = Field(
+        default=None,
+        description="GPU-hours for trainings that decisions start; null: none starts by itself.",
+    )
+    notifications: list[NotificationSpec] = Field(
+        default_factory=list, description="Channels that people are told by of failures, decisions, promotions."
+    )
+    ui_url: str | None = Field(
+        default=None, description="Address of Dagster's UI, for links in notifications; default: none are given."
+    )
+    automation: bool = Field(
+        default=False, description="Evaluate drafts again automatically: on schedule, and after changes."
+    )
+    reevaluation_interval_s: int = Field(default=60, ge=1, description="Seconds between two checks for such changes.")
+
+    @field_validator("notifications")
+    @classmethod
+    def _check_channels(cls, value: list[NotificationSpec]) -> list[NotificationSpec]:
+        return require_distinct(value)
+
+    @field_validator("ui_url")
+    @classmethod
+    def _check_ui_url(cls, value: str | None) -> str | None:
+        return None if value is None else parse_url(value)
+
+    @field_validator("launcher", mode="plain")
+    @classmethod
+    def _choose_launcher(cls, value: Any) -> LauncherSpec:
+        if isinstance(value, LauncherSpec):
+            return value
+        if not isinstance(value, Mapping):
+            hint = f"; did you mean {{kind: {value}}}?" if isinstance(value, str) and value in KINDS else ""
+            raise ValueError(f"expected keys with values, found {show(value, 40)}{hint}")
+        try:
+            return parse_launcher(value, "launcher")
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("launcher: ").replace("\nlauncher: ", "; ")) from error

@@ -19,8 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from yaml.events import AliasEvent, Event, MappingStartEvent, NodeEvent, ScalarEvent, SequenceStartEvent
 
-from draftworks.config.base import SpecType
-from draftworks.config.plain_errors import Beside, PlainErrors
+from draftworks.config.base import Beside, PlainErrors, SpecType
 from draftworks.errors import ConfigError
 from draftworks.storage.words import shorten
 

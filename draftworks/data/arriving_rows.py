@@ -14,9 +14,9 @@ from typing import Any
 from draftworks.config.data import ServedSpec
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import Conversation
+from draftworks.data.datasets import Rejection, decode_line
 from draftworks.data.formats import RowError, parse_conversation
 from draftworks.data.growing_files import GrowingFiles, Line, find_source
-from draftworks.data.raw_rows import Rejection, decode_line
 from draftworks.data.served.loading import REJECTED, SECRET, read_served
 from draftworks.data.sources import SERVED
 from draftworks.errors import ConfigError, DataError

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.slices import read_asked_thinking
-from draftworks.data.tokenizer_files import (
+from draftworks.data.target_files import (
     CpuTimeExceeded,
     find_eos_ids,
     first_line,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftworks.config.data import ServedSpec
-from draftworks.config.deployment import DeploymentSpec
+from draftworks.config.operations import DeploymentSpec
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.strict_yaml import load_yaml
 from draftworks.config.urls import HubFiles, ObjectFiles, is_url, parse_dataset_url

@@ -1,6 +1,6 @@
 """The ledger of GPU-hours of trainings that decisions start: charges, corrections, the sum of a week.
 
-    {var}/decisions/budget.jsonl   one event a line, see `draftworks.decision.answers`
+    {var}/decisions/budget.jsonl   one event a line, see `draftworks.decision.record`
 
 A training is charged with an estimate before its run is submitted, and corrected to what it took when the run ends. What
 is used at a moment is the sum over trainings that have not ended, and over those that ended less than 7 days before. As
@@ -18,8 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from draftworks.decision.answers import open_log
-from draftworks.decision.record import FOLDER, Choice, Hours
+from draftworks.decision.record import FOLDER, Choice, Hours, open_log
 from draftworks.errors import StoreError
 from draftworks.storage.event_log import EventLog
 

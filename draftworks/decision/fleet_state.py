@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.launchers import merge_launcher
-from draftworks.config.operations import DecisionSpec
-from draftworks.decision.answers import AnswerFile, Answers
+from draftworks.config.operations import DecisionSpec, DeploymentSpec
 from draftworks.decision.budget import BudgetFile, Ledger
 from draftworks.decision.queue import Action, FleetState, Step, TargetState, plan_actions
-from draftworks.decision.record import FOLDER, RECORD, Choice, Decision, find_decision
+from draftworks.decision.record import FOLDER, RECORD, AnswerFile, Answers, Choice, Decision, find_decision
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.service.register import ServiceRegister
 from draftworks.storage.artifacts import ArtifactStore

@@ -13,9 +13,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from draftworks.config.operations import BudgetSpec, DecisionSpec
-from draftworks.decision.answers import Answer, Answers
 from draftworks.decision.budget import HOUR_S, ROUNDING, Charge, Entry, Ledger, Outcome
-from draftworks.decision.record import Choice, Decision, EvalLoss
+from draftworks.decision.record import Answer, Answers, Choice, Decision, EvalLoss
 from draftworks.storage.identity import digest
 from draftworks.storage.words import format_count
 

@@ -1,31 +1,28 @@
-"""The record of a decision, `decision.json`, as it is written, validated and kept. Torch-free.
+"""The record of a decision, `decision.json`, and people's answers and holds, with who, when and why. Torch-free.
 
-{var}/decisions/{target}/{strategy}/decision.json           the newest decision, replaced by one rename
-{var}/decisions/{target}/{strategy}/history/{number}.json   each decision before it, never changed
-{var}/decisions/{target}/{strategy}/.lock/                  the lease of whoever replaces it
+{var}/decisions/{target}/{strategy}/decision.json     the newest decision
+{var}/decisions/{target}/{strategy}/history/, .lock/  see `draftworks.storage.event_log.NumberedRecord`
+{var}/decisions/people.jsonl                          answers and holds, one event a line, see `open_log`
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from draftworks.errors import StoreError
-from draftworks.storage.file_lock import hold_lock
-from draftworks.storage.files import publish_json, read_json
+from draftworks.storage.event_log import EventLog, NumberedRecord
 from draftworks.storage.names import require_name
 
 SCHEMA_VERSION = 1
-FOLDER, RECORD, HISTORY, LOCK = "decisions", "decision.json", "history", ".lock"
-MAX_BYTES = 1 << 20
-DIGITS = 8
+FOLDER, RECORD = "decisions", "decision.json"
 
 
 class Choice(StrEnum):
@@ -176,20 +173,16 @@ def save_decision(var: Path, decision: Decision) -> Decision:
     Raises:
         StoreError: the newest decision is damaged, or of another target.
     """
-    folder = _locate(var, decision.target, decision.strategy)
-    folder.mkdir(parents=True, exist_ok=True)
+
+    def make(newest: Decision | None) -> Decision | None:
+        if newest is not None and (newest.subject, newest.choice) == (decision.subject, decision.choice):
+            return None
+        return replace(decision, number=1 if newest is None else newest.number + 1)
+
     busy = f"the decision of {decision.target}, {decision.strategy} is being written by another process: waiting"
-    with hold_lock(folder / LOCK, busy) as lease:
-        current = find_decision(var, decision.target, decision.strategy)
-        if current is not None and (current.subject, current.choice) == (decision.subject, decision.choice):
-            return current
-        if current is not None:
-            (folder / HISTORY).mkdir(exist_ok=True)
-            publish_json(_locate_number(folder, current.number), current.to_json())
-        made = replace(decision, number=1 if current is None else current.number + 1)
-        lease.confirm()
-        publish_json(folder / RECORD, made.to_json())
-        return made
+    found = _open_record(var, decision.target, decision.strategy).replace(make, busy)
+    assert found is not None
+    return found
 
 
 def find_decision(var: Path, target: str, strategy: str) -> Decision | None:
@@ -198,49 +191,195 @@ def find_decision(var: Path, target: str, strategy: str) -> Decision | None:
     Raises:
         StoreError: the file is damaged, or of another target.
     """
-    return _read(_locate(var, target, strategy) / RECORD, target, strategy)
+    return _open_record(var, target, strategy).find()
 
 
 def list_decisions(var: Path) -> list[Decision]:
     """Return the newest decision of every target and strategy, sorted by both. Raises StoreError for a damaged one."""
-    found = (
-        _read(path, path.parent.parent.name, path.parent.name) for path in sorted((var / FOLDER).glob(f"*/*/{RECORD}"))
-    )
-    return [each for each in found if each is not None]
+    places = sorted(path.parent for path in (var / FOLDER).glob(f"*/*/{RECORD}"))
+    found = (find_decision(var, place.parent.name, place.name) for place in places)
+    return [decision for decision in found if decision is not None]
 
 
 def read_decision_history(var: Path, target: str, strategy: str) -> list[Decision]:
     """Return every decision of a target and strategy, oldest first, the newest last."""
-    # The newest first: if it is replaced meanwhile, the history has it.
-    current = find_decision(var, target, strategy)
-    if current is None:
-        return []
-    folder = _locate(var, target, strategy)
-    earlier = (_read(_locate_number(folder, number), target, strategy) for number in range(1, current.number))
-    return [*(each for each in earlier if each is not None), current]
+    return list(_open_record(var, target, strategy).read_history())
 
 
-def _locate(var: Path, target: str, strategy: str) -> Path:
-    return var / FOLDER / require_name(target) / require_name(strategy)
+def _open_record(var: Path, target: str, strategy: str) -> NumberedRecord[Decision]:
+    def parse(values: Any, where: str) -> Decision:
+        found = Decision.from_json(values, where)
+        if (found.target, found.strategy) != (target, strategy):
+            raise StoreError(
+                f"{where}: expected a decision about {target}, {strategy}, found one about {found.target}, "
+                f"{found.strategy}: was the file copied? Remove it: it is decided again"
+            )
+        return found
+
+    folder = var / FOLDER / require_name(target) / require_name(strategy)
+    return NumberedRecord(folder, RECORD, parse, "a decision", "Remove the file: it is decided again")
 
 
-def _locate_number(folder: Path, number: int) -> Path:
-    return folder / HISTORY / f"{number:0{DIGITS}}.json"
+Event = TypeVar("Event")
 
 
-def _read(path: Path, target: str, strategy: str) -> Decision | None:
-    try:
-        values = read_json(path, MAX_BYTES)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise StoreError(
-            f"{path}: cannot be read as a decision: {error}. Remove the file: it is decided again"
-        ) from None
-    found = Decision.from_json(values, str(path))
-    if (found.target, found.strategy) != (target, strategy):
-        raise StoreError(
-            f"{path}: expected a decision about {target}, {strategy}, found one about {found.target}, {found.strategy}: "
-            "was the file copied? Remove it: it is decided again"
-        )
-    return found
+def open_log(path: Path, adapter: TypeAdapter[Event], purpose: str) -> EventLog[Event]:
+    """Return the log of a file whose events are frozen dataclasses that `adapter` validates."""
+
+    def parse(line: bytes) -> Event:
+        try:
+            return adapter.validate_json(line, strict=True)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise ValueError(": ".join(filter(None, (".".join(map(str, wrong["loc"])), wrong["msg"])))) from None
+
+    return EventLog(path, parse, lambda event: json.dumps(adapter.dump_python(event)).encode(), purpose)
+
+
+FILE = "people.jsonl"
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The choice of a person for one subject of a decision.
+
+    Attributes:
+        subject: of the decision; another subject is another question.
+        at: seconds since the epoch.
+    """
+
+    target: Text
+    strategy: Text
+    subject: Text
+    choice: Literal[Choice.KEEP, Choice.TUNE, Choice.RETRAIN]
+    who: Text
+    why: Annotated[str, Field(max_length=10_000)]
+    at: Seconds
+    kind: Literal["answer"] = "answer"
+    schema: Literal[1] = 1
+
+    def describe(self) -> str:
+        """Return who, when and why in words."""
+        return _describe_answer(self.who, self.at, self.why)
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A target for which nothing is started, or, with `held` false, the end of that."""
+
+    target: Text
+    held: bool
+    who: Text
+    why: Annotated[str, Field(max_length=10_000)]
+    at: Seconds
+    kind: Literal["hold"] = "hold"
+    schema: Literal[1] = 1
+
+    def describe(self) -> str:
+        """Return who, when and why in words."""
+        return _describe_answer(self.who, self.at, self.why)
+
+
+_EVENT_ADAPTER: TypeAdapter[Answer | Hold] = TypeAdapter(Annotated[Answer | Hold, Field(discriminator="kind")])
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The newest answer for each target and strategy, and the targets on hold.
+
+    Attributes:
+        given: by target and strategy.
+        holds: by target.
+    """
+
+    given: Mapping[tuple[str, str], Answer] = field(default_factory=dict)
+    holds: Mapping[str, Hold] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, events: Iterable[Answer | Hold]) -> Answers:
+        given: dict[tuple[str, str], Answer] = {}
+        holds: dict[str, Hold] = {}
+        for event in events:
+            if isinstance(event, Answer):
+                given[event.target, event.strategy] = event
+            elif event.held:
+                holds[event.target] = event
+            else:
+                holds.pop(event.target, None)
+        return cls(given, holds)
+
+    def find(self, decision: Decision) -> Answer | None:
+        """Return the answer to a decision; one to another subject does not count."""
+        found = self.given.get((decision.target, decision.strategy))
+        return found if found is not None and found.subject == decision.subject else None
+
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """The answers of a deployment, shared by processes and hosts."""
+
+    var: Path
+
+    @property
+    def path(self) -> Path:
+        return self.var / FOLDER / FILE
+
+    def read(self) -> Answers:
+        """Return all answers. Raises StoreError if the file is damaged."""
+        return Answers.of(self._log.read())
+
+    def read_events(self) -> tuple[Answer | Hold, ...]:
+        """Return everything that people said, oldest first. Raises StoreError if the file is damaged."""
+        return tuple(self._log.read())
+
+    def accept(self, target: str, strategy: str, choice: Choice | None, who: str, why: str, now: float) -> Answer:
+        """Record a person's answer to the newest decision; without `choice` the decision's own.
+
+        Raises:
+            StoreError: there is no decision, or it is `undecided` and no choice is given. Nothing is changed.
+        """
+        made: list[Answer] = []
+
+        def make(_: Sequence[Answer | Hold]) -> list[Answer]:
+            decision = find_decision(self.var, target, strategy)  # the newest one at the moment of the answer
+            if decision is None:
+                raise StoreError(
+                    f"target {target}, {strategy}: there is no decision to answer. Run draftworks decide {target} {strategy}"
+                )
+            chosen = decision.choice if choice is None else choice
+            if chosen is Choice.UNDECIDED:
+                raise StoreError(
+                    f"target {target}, {strategy}: the decision is undecided: say what you choose with --choice keep, tune "
+                    "or retrain"
+                )
+            made.append(Answer(target, strategy, decision.subject, chosen, who, why, now))
+            return made
+
+        self._log.append(make)
+        return made[0]
+
+    def hold(self, target: str, who: str, why: str, now: float) -> Hold:
+        """Put a target on hold, and return its hold; an earlier hold stays."""
+        made = Hold(target, True, who, why, now)
+        self._log.append(lambda events: [] if target in Answers.of(events).holds else [made])
+        return self.read().holds.get(target, made)
+
+    def release(self, target: str, who: str, why: str, now: float) -> None:
+        """End a hold. Raises StoreError if the target is not on hold."""
+
+        def make(events: Sequence[Answer | Hold]) -> list[Hold]:
+            if target not in Answers.of(events).holds:
+                raise StoreError(f"target {target} is not on hold by draftworks hold")
+            return [Hold(target, False, who, why, now)]
+
+        self._log.append(make)
+
+    @property
+    def _log(self) -> EventLog[Answer | Hold]:
+        return open_log(self.path, _EVENT_ADAPTER, "a list of people's answers")
+
+
+def _describe_answer(who: str, at: float, why: str) -> str:
+    return f"by {who} at {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC" + (f": {why}" if why else "")

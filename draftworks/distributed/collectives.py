@@ -6,7 +6,9 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, TypeVar
 
 import psutil
@@ -195,3 +197,45 @@ def _make_store_options() -> dict[str, Any]:
         _LOOPBACK, port, world_size, is_master=rank == 0, timeout=_START_TIMEOUT, master_listen_fd=listening
     )
     return {"store": store, "rank": rank, "world_size": world_size}
+
+
+class Verdict(IntEnum):
+    """What a rank wants; of several, the greatest is done."""
+
+    GO = 0
+    WAIT = 1
+    END = 2
+    STOP = 3
+    FAIL = 4
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A verdict, and the signal that asks for a stop."""
+
+    verdict: Verdict
+    signum: int = 0
+
+
+_SIGNALS = 256
+
+
+def agree(own: Decision, error: Exception | None = None, group: dist.ProcessGroup | None = None) -> Decision:
+    """Return the greatest decision of all ranks; two collectives at most, the second one only for a failure.
+
+    Args:
+        error: why this rank fails, with `Verdict.FAIL`.
+
+    Raises:
+        Exception: on the ranks that failed, their own error.
+        StoreError: on the other ranks, the first error of one that failed, with its rank.
+    """
+    found = max_over_ranks(own.verdict * _SIGNALS + own.signum, group)
+    decision = Decision(Verdict(found // _SIGNALS), found % _SIGNALS)
+    if decision.verdict is Verdict.FAIL:
+        reasons = gather_from_ranks(None if error is None else describe_error(error), group)
+        if error is not None:
+            raise error
+        rank, reason = next((rank, text) for rank, text in enumerate(reasons) if text is not None)
+        raise StoreError(f"rank {rank}: {reason}")
+    return decision

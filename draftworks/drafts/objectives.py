@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.config.decoding import Decoding
-from draftworks.drafts.acceptance import find_served_targets
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.logit_losses import LossSums, find_argmax
+from draftworks.drafts.sampling import find_served_targets
 from draftworks.drafts.strategy import StepContext
 
 

@@ -10,9 +10,12 @@ from typing import Any
 from torch import Generator, Tensor, nn
 
 from draftworks.config.decoding import Decoding
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.documents import Documents
 from draftworks.errors import ConfigError
-from draftworks.features.contracts import TrainBatch
+from draftworks.features.contracts import FeatureStore, SampleRef, TrainBatch
+from draftworks.features.loader import FeatureDataLoader
+from draftworks.features.schedule import PackLimits
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class StepOutput:
             `loss_sums`, `loss_denoms` (loss per step), `acceptance_sums`, `acceptance_denoms` (probability that
             rejection sampling accepts, in evaluations; with a reduced vocabulary over the positions whose label is in
             it, and `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), over all labels the
-            probability that a server accepts by each decoding of the context, see draftworks.drafts.acceptance, and the
+            probability that a server accepts by each decoding of the context, see draftworks.drafts.sampling, and the
             strategy's own:
             `X_sums` with `X_denoms` are reported as `eval/X`.
     """
@@ -157,3 +160,43 @@ class ChainStrategy(DraftStrategy):
     @abstractmethod
     def chain_label_mask(self, loss_mask: Tensor, documents: Documents) -> Tensor:
         """Return which positions are supervised at which step: loss mask (B, S) bool to (T, B, S) bool."""
+
+
+def make_planned_loader(
+    refs: Sequence[SampleRef],
+    store: FeatureStore,
+    strategy: DraftStrategy,
+    training: TrainingSpec,
+    rank: int = 0,
+    world: int = 1,
+    left_out: Sequence[int] = (),
+) -> FeatureDataLoader:
+    """Return the loader of a rank's shuffled micro-batches, padded or packed.
+
+    Raises:
+        ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
+        DataError: a sample does not fit into a packed row.
+    """
+    if training.pack_tokens is not None:
+        return FeatureDataLoader.for_packed_training(
+            refs,
+            store,
+            PackLimits(training.pack_tokens, training.pack_overlong),
+            strategy.pack,
+            global_batch_size=training.global_batch_size,
+            rank=rank,
+            world=world,
+            seed=training.seed,
+            left_out=left_out,
+        )
+    return FeatureDataLoader.for_training(
+        refs,
+        store,
+        training.micro_batch_size,
+        strategy.collate,
+        global_batch_size=training.global_batch_size,
+        rank=rank,
+        world=world,
+        seed=training.seed,
+        left_out=left_out,
+    )

@@ -1,23 +1,78 @@
-"""The few tensors and facts of a target that its drafts need, read without loading the model."""
+"""The few tensors and facts of a target that its drafts need, read by name from its files without loading the model."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftworks.config.draft_options import LayerOptions, choose_layer_shape, find_embedding_scale
-from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
-from draftworks.drafts.weight_files import WeightFiles
+from draftworks.data.target_files import read_plain_config
 from draftworks.errors import ConfigError, StoreError
-from draftworks.targets.safetensors_headers import ModelFiles, TensorHeader, read_model_headers
+from draftworks.storage.files import require_file
+from draftworks.targets.safetensors_headers import BITS, WEIGHTS, ModelFiles, TensorHeader, read_model_headers
 from draftworks.targets.stored_head import require_one_head, select_of_model
 from draftworks.targets.weights import read_model_config
+
+
+class WeightFiles(Mapping[str, Path]):
+    """The file of each tensor of a target; a file is looked up, and fetched, when one of its tensors is asked for.
+
+    Raises:
+        ConfigError: no such directory, or the hub cannot be reached.
+        StoreError: a file is missing or damaged.
+    """
+
+    def __init__(self, target: TargetFiles) -> None:
+        files = ModelFiles(target)
+        files.require_folder()
+        self._open = cache(_open)  # memory maps; no page is read yet
+        self._existing = cache(files.require_file)
+        index = files.read_index()
+        if index is None:
+            index = dict.fromkeys(self._open(files.require_file(WEIGHTS)).keys(), WEIGHTS)
+        self._names = index
+
+    def __getitem__(self, name: str) -> Path:
+        return self._existing(self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def open_tensor(self, name: str) -> Any:
+        """Return a lazy tensor, read from the file when it is indexed."""
+        try:
+            return self._open(self[name]).get_slice(name)
+        except SafetensorError as error:
+            raise StoreError(f"{self[name]}: {name} is not in this file, but the index says it is: {error}") from error
+
+    def read_rows(self, name: str, row_ids: Tensor) -> Tensor:
+        """Return single rows of a matrix; the others are not read."""
+        part = self.open_tensor(name)
+        return torch.cat([part[number : number + 1] for number in row_ids.tolist()])
+
+    def nbytes(self, name: str) -> int:
+        part = self.open_tensor(name)
+        return prod(part.get_shape()) * BITS.get(part.get_dtype(), 8) // 8
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(require_file(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{path}: not a readable safetensors file ({error}); copy or download it again") from error
+
 
 _OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "dim_model_base")
 """Config keys of models whose logits are not simply head times last hidden state."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftworks.config.decoding import Decoding
 from draftworks.config.strategies import MetricSums
 from draftworks.distributed.collectives import gather_from_ranks, sum_over_ranks
-from draftworks.drafts.acceptance import PREFIX
+from draftworks.drafts.sampling import PREFIX
 from draftworks.drafts.strategy import StepOutput
 
 CORRECT, SUPERVISED = "acc_corrects", "acc_denoms"

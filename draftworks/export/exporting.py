@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from draftworks.config.draft_options import CONFIG, WEIGHTS
 from draftworks.config.registry_files import Dtype
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft, round_tensor
-from draftworks.export.checkpoint_files import CONFIG, WEIGHTS
+from draftworks.export.conventions import CARD, DRAFT_FOLDER, PROVENANCE
 from draftworks.export.export_format import ExportFormat, list_formats, load_format
 from draftworks.export.gates import GateResult, check_export
-from draftworks.export.names import CARD, DRAFT_FOLDER, PROVENANCE
 from draftworks.storage.files import publish_folder, publish_json
 from draftworks.storage.identity import digest, file_digest
 

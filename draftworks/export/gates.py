@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,17 +20,52 @@ from torch import Tensor
 
 from draftworks.config.strategies import load_dotted, resolve_export
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.errors import DraftworksError, StoreError
-from draftworks.export.canonical import CanonicalDraft, round_target, round_tensor
-from draftworks.export.checkpoint_files import read_checkpoint
+from draftworks.errors import ConfigError, DraftworksError, StoreError
+from draftworks.export.canonical import CanonicalDraft, read_checkpoint, round_target, round_tensor
+from draftworks.export.conventions import PROVENANCE, READABLE
 from draftworks.export.export_format import DraftShape, ExportFormat
-from draftworks.export.names import PROVENANCE, READABLE
-from draftworks.export.readers.files import ExportFolder
-from draftworks.export.readers.reader import ExportReader, TargetTensors
-from draftworks.export.server_configs import build_server_configs
+from draftworks.export.readers.reader import ExportFolder, ExportReader, TargetTensors
 from draftworks.storage.files import describe_changes
 from draftworks.storage.identity import LayerTap
 from draftworks.storage.words import list_names
+
+LAYER_CONFIG = "transformer_layer_config"
+"""Key of the draft's layer configuration in speculators' format."""
+ELSEWHERE = {"sglang": "not run: make test-sglang", "speculators": "not run: make test-speculators"}
+"""Libraries whose classes need an environment of their own, with the text that is reported for them."""
+
+
+def build_server_configs(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by library, the classes that accept this config.json, or that the library was not run.
+
+    Every server reads drafts with transformers' classes or with classes derived from them.
+
+    Raises:
+        ConfigError: a class refuses the configuration, or there is none for its model_type.
+    """
+    parts = {"config.json": config, LAYER_CONFIG: config.get(LAYER_CONFIG)}
+    built = [_build_config(where, part) for where, part in parts.items() if part and "model_type" in part]
+    accepted = (
+        f"{', '.join(built)} of {version('transformers')}" if built else "not run: config.json names no model_type"
+    )
+    return {"transformers": accepted, **ELSEWHERE}
+
+
+def _build_config(where: str, part: Mapping[str, Any]) -> str:
+    from transformers import AutoConfig
+
+    heads, kv_heads = part.get("num_attention_heads"), part.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}: no server can group them"
+        )
+    try:
+        return type(AutoConfig.for_model(**part)).__name__
+    except Exception as error:  # every class has its own ways to refuse
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f"{where}: transformers cannot build a configuration of model_type {part['model_type']!r} from it: {reason}"
+        ) from error
 
 
 def find_vocabulary_problem(d2t: Tensor, t2d: Tensor, vocab_size: int) -> str | None:

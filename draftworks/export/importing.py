@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftworks.config.draft_options import CONFIG
 from draftworks.config.run_files import VOCAB_FILE, TargetFiles
 from draftworks.config.strategies import StrategySpec, list_strategies, resolve_strategy
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.draft_io import save_draft
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, StoreError
-from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.checkpoint_files import CONFIG, Checkpoint, read_checkpoint, read_object
+from draftworks.export.canonical import CanonicalDraft, Checkpoint, read_checkpoint, read_object
+from draftworks.export.conventions import NORM_OUTPUT_MEANS, PROVENANCE
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes, list_formats, load_format
 from draftworks.export.gates import find_vocabulary_problem
-from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
 from draftworks.storage.files import describe_changes, publish_folder
 from draftworks.storage.identity import LayerTap
 from draftworks.storage.words import list_names

@@ -27,9 +27,9 @@ from torch import Tensor
 from draftworks.data.tokenized import TokenizedSet, TokenRow
 from draftworks.errors import DataError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
-from draftworks.features.joined_store import JoinedStore
 from draftworks.features.manifest import FeatureSetManifest
-from draftworks.features.scaled_fp8 import decode_features
+from draftworks.features.tensor_bytes import decode_features
+from draftworks.features.wrapped_store import JoinedStore
 from draftworks.storage.files import publish_folder
 from draftworks.storage.identity import LayerTap
 

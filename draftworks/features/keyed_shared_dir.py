@@ -11,10 +11,17 @@ from safetensors import SafetensorError
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef, StoredFile
-from draftworks.features.leases import LeaseTable
-from draftworks.features.sample_file import read_sample_header, read_tensor, write_sample
-from draftworks.features.sample_folder import SampleFolder, age_s, file_size, remove, sample_key
-from draftworks.features.specs import fill_in_ref, require_spec
+from draftworks.features.sample_folder import (
+    SampleFolder,
+    age_s,
+    file_size,
+    read_sample_header,
+    read_tensor,
+    remove,
+    sample_key,
+    write_sample,
+)
+from draftworks.features.store_parts import LeaseTable, fill_in_ref, require_spec
 from draftworks.storage.files import fsync, open_regular
 
 if TYPE_CHECKING:

@@ -21,10 +21,15 @@ from typing import TYPE_CHECKING, Any
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef, StoredFile
 from draftworks.features.freed_keys import FreedKeys, JournalState
-from draftworks.features.leases import LeaseTable
-from draftworks.features.shard_index import ShardIndex
-from draftworks.features.shards import ShardHeader, ShardReader, ShardWriter, read_header, staging_owner_is_dead
-from draftworks.features.specs import dtype_name, fill_in_ref, require_spec
+from draftworks.features.shards import (
+    ShardHeader,
+    ShardIndex,
+    ShardReader,
+    ShardWriter,
+    read_header,
+    staging_owner_is_dead,
+)
+from draftworks.features.store_parts import LeaseTable, dtype_name, fill_in_ref, require_spec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from draftworks.errors import StoreError, StoreFullError
 from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
-from draftworks.features.leases import LeaseTable
-from draftworks.features.specs import dtype_name, fill_in_ref, require_spec
+from draftworks.features.store_parts import LeaseTable, dtype_name, fill_in_ref, require_spec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftworks.errors import StoreError, StoreFullError, StoreLostError
-from draftworks.features.specs import dtype_name
+from draftworks.features.store_parts import dtype_name
 from draftworks.features.tensor_bytes import TensorRecord, align, compute_checksum, view_bytes
-from draftworks.mooncake.address import OwnerRecord, build_alive_key
+from draftworks.mooncake.address import Code, OwnerRecord, build_alive_key
 from draftworks.mooncake.client import SLOWEST_BYTES_PER_S, MooncakeClient, Region
-from draftworks.mooncake.library import Code
 
 if TYPE_CHECKING:
     from torch import Tensor

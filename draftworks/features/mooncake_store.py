@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftworks.errors import ConfigError, StoreError, StoreLostError
 from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
-from draftworks.features.leases import LeaseTable
 from draftworks.features.mooncake_objects import MooncakeObjects, measure
 from draftworks.features.sample_folder import sample_key
-from draftworks.features.specs import dtype_name, fill_in_ref, require_spec
+from draftworks.features.store_parts import LeaseTable, dtype_name, fill_in_ref, require_spec
 from draftworks.mooncake.address import MooncakeAddress
 from draftworks.mooncake.client import MooncakeClient
 

@@ -18,15 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef, StoredFile
-from draftworks.features.feature_cache import FeatureCache
-from draftworks.features.leases import LeaseTable
-from draftworks.features.object_index import IndexChange, ObjectIndex
-from draftworks.features.object_shard import PlacedEntry, encode_shard
-from draftworks.features.read_ahead import ReadAhead
-from draftworks.features.sample_bytes import SampleBytes
-from draftworks.features.shard_buffer import ShardBuffer
-from draftworks.features.shards import ShardHeader
-from draftworks.features.specs import dtype_name, fill_in_ref, require_spec
+from draftworks.features.feature_cache import FeatureCache, ReadAhead
+from draftworks.features.object_shard import IndexChange, ObjectIndex, PlacedEntry, SampleBytes, encode_shard
+from draftworks.features.shards import ShardBuffer, ShardHeader
+from draftworks.features.store_parts import LeaseTable, dtype_name, fill_in_ref, require_spec
 from draftworks.storage.object_access import MissingObjectError
 from draftworks.storage.object_store import ByteRange, ObjectStore
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftworks.errors import StoreError
@@ -12,13 +14,15 @@ from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.features.feature_cache import FeatureCache
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.manifest import read_feature_set
 from draftworks.features.mooncake_store import MooncakeFeatureStore
 from draftworks.features.object_feature_store import ObjectFeatureStore
 from draftworks.mooncake.address import ADDRESS_FILE
 from draftworks.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:
-    from draftworks.config.run_files import StoreSpec  # imports YAML, which a serving engine's environment may lack
+    from draftworks.config.run_files import StoreSpec
+
 
 SHARD_BYTES = 256 << 20
 
@@ -89,3 +93,26 @@ def _opening(spec: StoreSpec) -> Iterator[None]:
             f"feature store {spec.root} ({spec.kind}): expected a folder that this user may write to, found: {error}. "
             f"Correct its permissions, or name another one as features.root in registry/deployment.yaml"
         ) from error
+
+
+log = logging.getLogger(__name__)
+
+
+def holds_feature_set(store: StoreSpec, feature_set: Path) -> bool:
+    """Whether a store has every feature that the set in the folder `feature_set` names.
+
+    False for a set that is damaged or of another schema: it is written again from features that are still stored.
+
+    Raises:
+        StoreError: the store cannot be opened, or a shard of it is damaged.
+    """
+    try:
+        refs = read_feature_set(feature_set).refs
+    except StoreError as error:
+        log.warning("%s", error)
+        return False
+    opened = open_store(store)
+    try:
+        return not opened.find_missing({key for ref in refs for key in ref.feature_keys.values()})
+    finally:
+        opened.close()

@@ -14,7 +14,7 @@ import socket
 import struct
 import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from draftworks.errors import StoreError
-from draftworks.features.safetensors_layout import (
+from draftworks.features.store_parts import dtype_name
+from draftworks.features.tensor_bytes import (
     DTYPE_NAMES,
     encode_safetensors_header,
     lay_out,
@@ -33,13 +34,51 @@ from draftworks.features.safetensors_layout import (
     view_buffer,
     xxh3_of,
 )
-from draftworks.features.shard_buffer import ShardBuffer
-from draftworks.features.specs import dtype_name
 from draftworks.storage.files import MAX_HEADER_BYTES, open_regular, parse_json, publish_file, require_file
 from draftworks.storage.identity import digest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class ShardBuffer:
+    """Tensors in memory, by key, until they fill a shard.
+
+    Args:
+        shard_bytes: `full` is true from this size on.
+        keep_tensors: keep the tensors that are added, which nobody changes afterwards, and not copies of them.
+    """
+
+    def __init__(self, shard_bytes: int, keep_tensors: bool = False) -> None:
+        self._shard_bytes = shard_bytes
+        self._keep_tensors = keep_tensors
+        self._tensors: dict[str, Tensor] = {}
+        self.nbytes = 0
+
+    @property
+    def full(self) -> bool:
+        return self.nbytes >= self._shard_bytes
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Tensors that were added and are not published yet, by key."""
+        return self._tensors
+
+    def add(self, key: str, tensor: Tensor) -> None:
+        """Add a tensor under a key; a key that is present is ignored, since keys are content."""
+        if key not in self._tensors:
+            on_cpu = tensor.detach().cpu().contiguous()
+            self._tensors[key] = on_cpu if self._keep_tensors else on_cpu.clone()
+            self.nbytes += tensor.nbytes
+
+    def discard(self, key: str) -> None:
+        tensor = self._tensors.pop(key, None)
+        self.nbytes -= 0 if tensor is None else tensor.nbytes
+
+    def clear(self) -> None:
+        """Forget all tensors: they are published."""
+        self._tensors, self.nbytes = {}, 0
+
 
 SHARD_SCHEMA = "draftworks.shard.2"
 CHECKSUMS: Mapping[str, Callable[[Tensor], str]] = {
@@ -286,3 +325,78 @@ def staging_owner_is_dead(name: str) -> bool | None:
     except PermissionError:
         return False
     return False
+
+
+class ShardIndex:
+    """Index of the shards of a folder by key. Its store's lock protects it."""
+
+    def __init__(self) -> None:
+        self._headers: dict[Path, ShardHeader] = {}
+        self._holders: dict[str, tuple[ShardHeader, ...]] = {}
+        self._freed: dict[Path, frozenset[str]] = {}
+
+    @property
+    def headers(self) -> Collection[ShardHeader]:
+        return self._headers.values()
+
+    @property
+    def paths(self) -> set[Path]:
+        return set(self._headers)
+
+    @property
+    def freed(self) -> dict[Path, frozenset[str]]:
+        """The freed keys of the shards that have some."""
+        return self._freed
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._holders)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, freed ones too: their shards are still there."""
+        return sum(header.nbytes for header in self.headers)
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(self._headers[path].entries[key].nbytes for path, keys in self._freed.items() for key in keys)
+
+    def find(self, path: Path) -> ShardHeader | None:
+        """Return the header of a shard; None if it is not known."""
+        return self._headers.get(path)
+
+    def holders(self, key: str) -> tuple[ShardHeader, ...]:
+        """Return the shards that hold a key, the first known first; several where processes stored it at one time."""
+        return self._holders.get(key, ())
+
+    def add(self, header: ShardHeader, freed: Collection[str] = ()) -> None:
+        """Add a shard, or what is known of it again, of whose keys those in `freed` do not count."""
+        self._headers[header.path] = header
+        alone, freed = (header,), header.entries.keys() & freed
+        for key in header.entries:
+            others = self._others(key, header.path)
+            if key not in freed:
+                self._holders[key] = (*others, header) if others else alone
+            elif others:
+                self._holders[key] = others
+            else:
+                self._holders.pop(key, None)
+        self._freed.pop(header.path, None)
+        if freed:
+            self._freed[header.path] = frozenset(freed)
+
+    def remove(self, path: Path) -> None:
+        """Forget a shard that is gone."""
+        header = self._headers[path]
+        self.add(header, header.entries)
+        del self._headers[path]
+        self._freed.pop(path, None)
+
+    def find_emptied(self, path: Path) -> ShardHeader | None:
+        """Return the header of a shard whose keys are all freed; None if it holds any, or is not known."""
+        header = self._headers.get(path)
+        return None if header is None or len(self._freed.get(path, ())) < len(header.entries) else header
+
+    def _others(self, key: str, path: Path) -> tuple[ShardHeader, ...]:
+        holders = self._holders.get(key, ())
+        return tuple(other for other in holders if other.path != path) if holders else holders

@@ -20,8 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from draftworks.errors import StoreError, StoreLostError
-from draftworks.mooncake.address import MooncakeAddress, OwnerRecord, build_owner_key
-from draftworks.mooncake.library import Code, load_library
+from draftworks.mooncake.address import Code, MooncakeAddress, OwnerRecord, build_owner_key, load_library
 
 SLOWEST_BYTES_PER_S = 20e6
 """A call may take the address's timeout and the time that its bytes need at this rate."""

@@ -19,8 +19,13 @@ from typing import Any
 import draftworks
 from draftworks.distributed import stop_signals
 from draftworks.errors import ConfigError, StoreLostError
-from draftworks.mooncake.address import ADDRESS_FILE, MooncakeAddress, require_store_id
-from draftworks.mooncake.library import build_environment, find_master_program
+from draftworks.mooncake.address import (
+    ADDRESS_FILE,
+    MooncakeAddress,
+    build_environment,
+    find_master_program,
+    require_store_id,
+)
 from draftworks.mooncake.owner import OwnerOrder
 from draftworks.storage.files import publish_file
 

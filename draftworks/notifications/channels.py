@@ -17,8 +17,8 @@ from draftworks.config.operations import NotificationSpec
 from draftworks.config.urls import require_private
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.notifications.outbox import MAX_EVENTS, TEST, Event, Message, Outbox
-from draftworks.service.json_post import Posted, post_json
 from draftworks.storage.file_lock import try_lock
+from draftworks.storage.http_call import Posted, post_json
 from draftworks.storage.words import format_count
 
 LISTED = 20

@@ -7,14 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from draftworks.decision.answers import AnswerFile, Hold
 from draftworks.decision.record import FOLDER as DECISIONS
 from draftworks.decision.record import RECORD as DECISION
-from draftworks.decision.record import Choice, Decision, read_decision_history
+from draftworks.decision.record import AnswerFile, Choice, Decision, Hold, read_decision_history
 from draftworks.errors import StoreError
-from draftworks.notifications.bookmark import Bookmark, SeenRecords, find_bookmark
 from draftworks.notifications.channels import Channels
-from draftworks.notifications.outbox import Event
+from draftworks.notifications.outbox import Bookmark, Event, SeenRecords, find_bookmark
 from draftworks.service.register import FOLDER as SERVICE
 from draftworks.service.register import REGISTER as IN_SERVICE
 from draftworks.service.register import InService, ServiceRegister

@@ -69,8 +69,8 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
     Raises:
         DataError: it has no files.
     """
+    from draftworks.data.datasets import RawRow, read_rows
     from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
-    from draftworks.data.raw_rows import RawRow, read_rows
 
     if any(map(is_url, dataset.files)):
         return None

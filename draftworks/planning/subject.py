@@ -26,8 +26,8 @@ from draftworks.targets.fitted_defaults import describe_fitted, read_machine
 from draftworks.targets.gguf_store import NotConvertedError
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import TargetShape, read_shape, resolve_target
-from draftworks.targets.shared_needs import collect_taps
 from draftworks.targets.training_data import (
+    collect_taps,
     digest_training_data,
     identify_conversations,
     identify_eval_set,

@@ -21,12 +21,12 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.machine import runs_here
 from draftworks.sglang.layers import check_capture, read_architecture, refuse_on_cpu, to_eagle3_ids
-from draftworks.storage.installed import read_version
+from draftworks.storage.identity import read_version
 from draftworks.storage.words import shorten, suggest_or_list
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import read_text_config
 from draftworks.targets.safetensors_headers import explain_unprobable, read_quantization
-from draftworks.targets.shared_needs import name_target_in_errors, resolve_draft_vocab_size
+from draftworks.targets.training_data import name_target_in_errors, resolve_draft_vocab_size
 from draftworks.targets.weights import read_model_config, silence_transformers
 
 SGLANG_EAGLE3 = "sglang_eagle3"

@@ -14,7 +14,7 @@ from draftworks.config.registry_files import DatasetSpec, TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.conversations import Conversation
-from draftworks.data.raw_rows import count_rows
+from draftworks.data.datasets import count_rows
 from draftworks.data.slices import LANGUAGE, LENGTH, PROMPT_LENGTH, PROMPT_LENGTHS, SLICE_COLUMNS, SOURCE, THINKING_PAIR
 from draftworks.data.sources import SERVED, find_dataset_files
 from draftworks.data.split import is_held_out

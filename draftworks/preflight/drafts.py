@@ -20,9 +20,9 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.result import make_example_metrics
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.conventions import DRAFT_FOLDER
 from draftworks.export.export_format import load_format
-from draftworks.export.names import DRAFT_FOLDER
-from draftworks.export.server_configs import build_server_configs
+from draftworks.export.gates import build_server_configs
 from draftworks.preflight.findings import Findings
 from draftworks.sglang.speculation import Speculation, require_cpu_dtype
 from draftworks.storage.words import suggest_or_list

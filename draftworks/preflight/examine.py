@@ -18,16 +18,21 @@ from draftworks.data.sources import find_dataset_files
 from draftworks.errors import DraftworksError
 from draftworks.preflight.compatibility import UnmetRequirements, check_quantizer, find_unmet
 from draftworks.preflight.findings import Finding, Findings
-from draftworks.preflight.gates import check_coverage, check_decision, check_fp8_gate, check_least_prompts
 from draftworks.preflight.machine import check_machine, check_placement
-from draftworks.preflight.plausible_values import check_made_dtypes, check_probe_reach, check_values
-from draftworks.preflight.services import check_served_data
-from draftworks.preflight.streams import check_feature_budget
+from draftworks.preflight.plausible_values import (
+    check_coverage,
+    check_decision,
+    check_fp8_gate,
+    check_least_prompts,
+    check_made_dtypes,
+    check_probe_reach,
+    check_values,
+)
+from draftworks.preflight.services import check_feature_budget, check_served_data
 from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.files import cache_json
-from draftworks.storage.identity import FileDigests, digest
-from draftworks.storage.installed import read_version
+from draftworks.storage.identity import FileDigests, digest, read_version
 from draftworks.targets.fitted_defaults import describe_fitted
 from draftworks.targets.gguf_store import ensure_converted
 from draftworks.targets.registry import HELDOUT, Registry

@@ -12,14 +12,13 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.launchers import DEFAULT_POOL, LOCAL
+from draftworks.config.operations import DeploymentSpec
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError
 from draftworks.preflight.findings import Finding, Findings
-from draftworks.preflight.services import check_object_storage
-from draftworks.preflight.streams import check_stream, find_existing
+from draftworks.preflight.services import check_object_storage, check_stream, find_existing
 from draftworks.sglang.environment import find_installed_version, require_capturing
 from draftworks.storage.words import find_close
 from draftworks.targets.fitted_defaults import DEVICES, read_machine

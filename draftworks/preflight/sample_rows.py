@@ -15,10 +15,9 @@ from draftworks.config.registry_files import DatasetSpec, TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer, OutsideVocabulary
 from draftworks.data.conversations import Conversation, Scalar, select
-from draftworks.data.datasets import detect_kind
+from draftworks.data.datasets import RawRow, detect_kind, is_json_list, read_rows
 from draftworks.data.formats import RowError, find_unread_keys, parse_conversation, parse_tokens, read_columns
 from draftworks.data.prepare import split_parts
-from draftworks.data.raw_rows import RawRow, is_json_list, read_rows
 from draftworks.data.served.loading import REJECTED, drop_beginnings, read_served
 from draftworks.data.sources import SERVED, find_dataset_files
 from draftworks.data.split import is_held_out

@@ -1,20 +1,28 @@
-"""Checks of what an entry reaches: object storage, schedulers, served prompts. Torch-free."""
+"""Checks of what an entry reaches: object storage, schedulers, served prompts, disks and Mooncake of a stream. Torch-free."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
-from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.launchers import LOCAL, PROGRAMS
+from draftworks.config.operations import DeploymentSpec
 from draftworks.config.registry_files import TargetSpec
+from draftworks.data.growing_files import find_source, read_head
 from draftworks.data.sources import SERVED
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.planning.estimates import NOTHING, Estimate
+from draftworks.planning.plan import GB, estimate_new_bytes
+from draftworks.planning.subject import PlanSubject
 from draftworks.preflight.findings import Findings
 from draftworks.storage.object_access import parse_object_url
 from draftworks.storage.object_store import ObjectStore
+from draftworks.storage.shared_folder import find_mount
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import load_slice_plan, load_training_datasets
 
@@ -123,3 +131,117 @@ def check_served_data(target: TargetSpec, registry: Registry, findings: Findings
                 )
     with findings.collect_errors():
         load_slice_plan(target, registry)
+
+
+_IMPORT_TIMEOUT_S = 60.0
+
+
+def check_stream(target: TargetSpec, registry: Registry, findings: Findings) -> None:
+    if target.streaming is None:
+        return
+    _check_control_folder(target, registry, findings)
+    if target.arrives:
+        with findings.collect_errors():
+            _check_source(target, registry)
+    if target.streaming.store.kind == "mooncake":
+        _check_mooncake(target, registry, findings)
+
+
+def _check_source(target: TargetSpec, registry: Registry) -> None:
+    """Raise DraftworksError if the source of a training in arrival order is not there, or has not enough rows to begin."""
+    assert target.streaming is not None
+    name, rows = target.streaming.source, target.streaming.vocabulary_samples
+    if name is not None:
+        find_source(name)
+    if rows is not None:
+        read_head(registry.load_dataset(target.dataset), registry.root, rows)
+
+
+def find_existing(place: Path) -> Path:
+    """Return the path, or the nearest of its parents that exists."""
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    return place
+
+
+def _check_control_folder(target: TargetSpec, registry: Registry, findings: Findings) -> None:
+    """Check that the control plane's database will be in a folder of a local disk that this user may write to."""
+    named = None if target.streaming is None else target.streaming.control_folder
+    key = "var of the deployment" if named is None else "streaming.control_folder"
+    place = registry.resolve_var_folder() if named is None else registry.resolve_path(named)
+    existing, mount = find_existing(place), find_mount(place)
+    if named is not None and not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        findings.error(
+            f"target {target.name}: {key}: expected a folder that this user may write to, found {existing}: correct its "
+            "permissions, or name another"
+        )
+    if mount is not None and mount.is_shared:
+        findings.error(
+            f"target {target.name}: {key}: {place} is on a network file system ({mount.kind}, on {mount.point}), and the "
+            "control plane needs a disk of this host: set streaming.control_folder"
+        )
+
+
+def _check_mooncake(target: TargetSpec, registry: Registry, findings: Findings) -> None:
+    """Check that each Python whose programs use a stream's Mooncake store can import the library."""
+    pythons = [Path(sys.executable)]
+    if target.capture.inside_sglang:
+        pythons.append(Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python)))
+    for python in pythons:
+        problem = _find_import_problem(python)
+        if problem:
+            where = "this Python" if python == pythons[0] else "sglang.python"
+            findings.error(
+                f"target {target.name}: streaming.store.kind mooncake: {where}: {problem.rpartition(': ')[2][:60]}. Install "
+                "draftworks[mooncake], and libibverbs1 libnl-3-200 libnl-route-3-200"
+            )
+
+
+def _find_import_problem(python: Path) -> str:
+    """Return why an interpreter cannot import Mooncake; empty if it can."""
+    try:
+        tried = subprocess.run(
+            [str(python), "-c", "import mooncake.store"], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    last = (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
+    return last if tried.returncode else ""
+
+
+def check_feature_budget(target: TargetSpec, registry: Registry, findings: Findings) -> None:
+    """Warn where a set of features is likely to need more than the budget, or all of them more than the disk has."""
+    if not target.strategies:
+        return  # no draft, no features
+    try:
+        found = estimate_new_bytes(PlanSubject.of(target.name, registry))
+    except (DraftworksError, OSError):
+        return  # what a plan cannot be made of is said by other checks
+    where = f"target {target.name}: capture.budget_gb"
+    budget = target.capture.budget_gb
+    for asset, nbytes in found.items():
+        needed = nbytes * (1 / GB)
+        if needed.value > budget:
+            findings.warning(
+                f"{where}: {asset} will take about {_format(needed)}, and more than {budget:g} GB is refused. Raise it, or lower "
+                "data.max_conversations or max_length"
+            )
+    _check_disk(target, registry, sum(found.values(), NOTHING), findings)
+
+
+def _check_disk(target: TargetSpec, registry: Registry, needed: Estimate, findings: Findings) -> None:
+    features = registry.load_deployment().features
+    if features.kind == "s3":
+        return
+    root = registry.resolve_var_folder() if features.root is None else registry.resolve_path(features.root)
+    existing: Path = find_existing(root)
+    free = shutil.disk_usage(existing).free
+    if needed.value > free:
+        findings.warning(
+            f"target {target.name}: its features will take about {_format(needed * (1 / GB))}, and the disk of {existing} has "
+            f"{free / GB:,.1f} GB left: make room, name another (features.root), or let them stream"
+        )
+
+
+def _format(size: Estimate) -> str:
+    return f"{size.value:.3g} GB ({size.low:.3g} to {size.high:.3g})"

@@ -18,9 +18,7 @@ from draftworks.config.operations import ObservedServerSpec
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError, EngineError, StoreError
 from draftworks.production.readings import Reading, is_restart, thin
-from draftworks.production.scrape import Address, Scrape
-from draftworks.production.sglang_scrape import scrape_sglang
-from draftworks.production.vllm_scrape import scrape_vllm
+from draftworks.production.scrape import Address, Scrape, scrape_sglang, scrape_vllm
 from draftworks.service.register import InService, ServedDraft, ServiceRegister
 from draftworks.storage.event_log import EventLog
 from draftworks.storage.files import parse_json

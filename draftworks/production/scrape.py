@@ -1,5 +1,4 @@
-"""One reading of a server's counters of speculative decoding: its pages, and the counts that every kind of server
-has."""
+"""One reading of a server's counters of speculative decoding: its pages, and what SGLang and vLLM say there."""
 
 from __future__ import annotations
 
@@ -8,7 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftworks.errors import EngineError
-from draftworks.sglang.counters import ACCEPTED, PASSES, REQUESTS, TOKENS, Metrics, ServerCounters, parse_metrics
+from draftworks.sglang.counters import (
+    ACCEPTED,
+    BY_POSITION,
+    CREATED,
+    LENGTH,
+    PASSES,
+    PROCESS_START,
+    PROPOSED,
+    REQUESTS,
+    SGLANG,
+    TOKENS,
+    VLLM,
+    Metrics,
+    ServerCounters,
+    parse_metrics,
+)
 from draftworks.storage.files import parse_json
 from draftworks.storage.http_call import HttpClient
 from draftworks.storage.words import list_names
@@ -136,3 +150,124 @@ class Address:
         if not isinstance(found, dict):
             raise EngineError(f"{path}: expected a JSON object, found {type(found).__name__}")
         return found
+
+
+def scrape_sglang(address: Address, expected_models: Collection[str]) -> Scrape:
+    """Read an SGLang server.
+
+    Raises:
+        EngineError: it cannot be reached, has no metrics, serves another model, does not speculate, or its answers are not
+            what SGLang sends.
+    """
+    info = address.fetch_object("/server_info") or {}
+    metrics = address.fetch_metrics(SGLANG, "start SGLang with --enable-metrics")
+    if not metrics.prefixed and not info:
+        raise EngineError(f"has neither /server_info nor a metric {SGLANG.prefix}…: is it SGLang?")
+    names = [_read_text(info, "model_path"), _read_text(info, "served_model_name"), *metrics.list_models()]
+    require_model(names, expected_models)
+    if info and not info.get("speculative_algorithm"):
+        raise EngineError("runs without speculative decoding: /server_info has no speculative_algorithm")
+    version = _read_text(info, "version")
+    counters = _read_counters(metrics, version)
+    seed = info.get("random_seed")  # drawn by each process where the user gives none
+    return Scrape(
+        version=version,
+        instance=None if not isinstance(seed, int) else f"seed {seed}",
+        started=None,
+        draft=_name_draft(info),
+        counters=counters,
+        gauge=metrics.read_gauge(SGLANG.others[LENGTH]) or None,  # SGLang sets it to 0 where no pass ran lately
+        remarks=_list_sglang_remarks(info, version, counters),
+    )
+
+
+def _read_counters(metrics: Metrics, version: str | None) -> dict[str, int]:
+    """Return the counters; 0 for those that a version which is known to have them did not count yet; {} without them."""
+    if version not in SGLANG.versions and SGLANG.counters[PASSES] not in metrics:
+        return {}
+    return {name: metrics.read_counter(each) if each in metrics else 0 for name, each in SGLANG.counters.items()}
+
+
+def _name_draft(info: Mapping[str, Any]) -> str | None:
+    path = _read_text(info, "speculative_draft_model_path")
+    algorithm = _read_text(info, "speculative_algorithm")
+    return path or (None if algorithm is None else f"{algorithm} without a draft model")
+
+
+def _list_sglang_remarks(info: Mapping[str, Any], version: str | None, counters: Mapping[str, int]) -> tuple[str, ...]:
+    found = []
+    if version not in SGLANG.versions:
+        said = f"SGLang {version}" if version else "a server that does not say its version"
+        found.append(f"{said}: the names of the counters are known of {', '.join(SGLANG.versions)} alone")
+    if not info:
+        found.append("no /server_info: the draft is taken to be the one in service")
+    if not counters:
+        found.append(f"no counters, only the gauge {SGLANG.others[LENGTH]} of the last batches: no interval")
+    return tuple(found)
+
+
+def _read_text(info: Mapping[str, Any], name: str) -> str | None:
+    value = info.get(name)
+    return value if isinstance(value, str) and value else None
+
+
+MAX_POSITIONS = 64
+
+
+def scrape_vllm(address: Address, expected_models: Collection[str]) -> Scrape:
+    """Read a vLLM server.
+
+    Raises:
+        EngineError: it cannot be reached, serves another model, does not speculate, or its answers are not what vLLM sends.
+    """
+    metrics = address.fetch_metrics(VLLM, "is it vLLM, started without --disable-log-stats?")
+    if not metrics.prefixed:
+        raise EngineError(f"has no metric {VLLM.prefix}…: is it vLLM?")
+    missing = [name for name in VLLM.counters.values() if name not in metrics]
+    labels = metrics.list_models()
+    require_model([*labels, *_list_roots(address, labels)], expected_models)
+    if missing:
+        raise EngineError(
+            f"has no {missing[0]}: it runs without speculative decoding, or is a version with other names (those of "
+            f"{', '.join(VLLM.versions)} are known)"
+        )
+    counters = {name: metrics.read_counter(each) for name, each in VLLM.counters.items()}
+    if counters[ACCEPTED] > counters[PROPOSED]:
+        raise EngineError(f"counts {counters[ACCEPTED]:,} accepted tokens of {counters[PROPOSED]:,} proposed ones")
+    started = metrics.read_gauge(VLLM.others[PROCESS_START]) or metrics.read_gauge(VLLM.others[CREATED])
+    version = (address.fetch_object("/version") or {}).get("version")
+    version = version if isinstance(version, str) and version else None
+    return Scrape(
+        version=version,
+        instance=None if started is None else f"start {started:.3f}",
+        started=started,
+        draft=None,
+        counters={**counters, **_read_positions(metrics)},
+        remarks=_list_vllm_remarks(version),
+    )
+
+
+def _read_positions(metrics: Metrics) -> dict[str, int]:
+    found = metrics.read_counter_by(VLLM.others[BY_POSITION], "position")
+    if len(found) > MAX_POSITIONS or not all(position.isascii() and position.isdecimal() for position in found):
+        raise EngineError(
+            f"{VLLM.others[BY_POSITION]}: expected up to {MAX_POSITIONS} numbered positions, found {len(found)}"
+        )
+    return {f"{POSITION}{int(position)}": count for position, count in found.items()}
+
+
+def _list_roots(address: Address, labels: Sequence[str]) -> list[str]:
+    """Return the paths of the models that are served under one of these names, by /v1/models."""
+    found: Any = (address.fetch_object("/v1/models") or {}).get("data")
+    models = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    served = [one for one in models if not labels or one.get("id") in labels]
+    names = [one.get(key) for one in served for key in ("id", "root")]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _list_vllm_remarks(version: str | None) -> tuple[str, ...]:
+    said = "the server does not say its draft: it is taken to be the one in service when the process started"
+    if version is not None and any(version.startswith(f"{known}.") for known in VLLM.versions):
+        return (said,)
+    found = f"vLLM {version}" if version else "a vLLM that does not say its version"
+    return (said, f"{found}: the names of the counters are known of {', '.join(VLLM.versions)}; this one has the same")

@@ -20,23 +20,19 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
 from draftworks.distributed.collectives import broadcast_from_rank_0, find_own_address, get_local_world_size
-from draftworks.drafts.strategy import DraftStrategy
+from draftworks.drafts.strategy import DraftStrategy, make_planned_loader
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.features.feature_source import FeatureSource
-from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.features.manifest import FeatureSetManifest, read_feature_set
+from draftworks.features.manifest import FeatureSetManifest, FeatureSource, read_feature_set
 from draftworks.features.open_store import open_store
-from draftworks.features.packing import PackLimits
-from draftworks.features.rounded_store import RoundedStore
-from draftworks.features.scaled_fp8 import get_decoded_dtype
-from draftworks.features.schedule import find_left_out
+from draftworks.features.schedule import PackLimits, find_left_out
+from draftworks.features.tensor_bytes import get_decoded_dtype
+from draftworks.features.wrapped_store import JoinedStore, RoundedStore
 from draftworks.programs.program import ProgramContext
 from draftworks.sglang.job_servers import JobServers, make_servers_folder, remove_servers_folders
 from draftworks.storage.identity import LayerTap
-from draftworks.stream.planned_loader import make_planned_loader
 
 
 @dataclass(frozen=True)

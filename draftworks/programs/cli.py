@@ -183,7 +183,7 @@ COMMANDS = {
         BEGIN,
     ),
     "doctor": CommandPlace(
-        "doctor",
+        "checking",
         "doctor",
         "Examine this installation: versions, disk, GPU, SGLang, permissions, Dagster, clocks, storage, secrets.",
         BEGIN,
@@ -197,7 +197,7 @@ COMMANDS = {
         MAKE,
     ),
     "plan": CommandPlace(
-        "planning",
+        "checking",
         "plan",
         "Show what is left to do for a target's drafts: tokens, bytes, hours, money; stored, in fp8, and streamed.",
         MAKE,
@@ -331,7 +331,7 @@ app = typer.Typer(cls=DraftworksGroup, add_completion=False, no_args_is_help=Tru
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from draftworks.storage.installed import read_version
+        from draftworks.storage.identity import read_version
 
         typer.echo(read_version("draftworks"))
         raise typer.Exit

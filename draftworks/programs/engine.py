@@ -20,7 +20,7 @@ from draftworks.storage.identity import FileDigests, LayerTap
 from draftworks.targets.gguf_store import ensure_converted
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
-from draftworks.targets.shared_needs import collect_taps
+from draftworks.targets.training_data import collect_taps
 
 if TYPE_CHECKING:
     from draftworks.sglang.server import SGLangServer  # it imports torch

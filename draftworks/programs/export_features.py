@@ -11,7 +11,7 @@ import typer
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError, DraftworksError, StoreError
-from draftworks.programs.start import report_error
+from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.names import TOKENIZED_TRAIN, TRAINING_FEATURES
@@ -21,7 +21,6 @@ from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
-CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -33,7 +32,7 @@ def export_features(
     ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="Write 8-bit floats, for `--hidden-states-backend fp8`.")] = False,
     samples: Annotated[int | None, typer.Option(min=1, help="Only the first samples; default all.")] = None,
-    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT_REGISTRY,
+    registry: RegistryOption = CHECKOUT_REGISTRY,
 ) -> None:
     """Write the stored training features of a target in the layout of speculators 0.9.0."""
     try:
@@ -95,7 +94,7 @@ def write_speculators_features(
     manifest = read_feature_set(features.path)
     norm = read_final_norm(files, files.hidden_size) if manifest.identity.last_normed else None
     wanted = SpeculatorsFeatures(taps, norm, fp8, samples)
-    store = open_store(locate_feature_store(registry, artifacts, files))
+    store = open_store(locate_feature_store(registry, files))
     return export_features(manifest, store, TokenizedSet.open(tokens.path), wanted, out, _make_progress())
 
 

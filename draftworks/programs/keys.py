@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from draftworks.config.deployment import DeploymentSpec
+from draftworks.config.operations import DeploymentSpec
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, Spec, StrategyEntry, TargetSpec
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.evaluation.report.text_tables import TextTable, print_table

@@ -25,13 +25,12 @@ from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.files import publish_json
 from draftworks.storage.words import format_count
 from draftworks.stream.arrival_producer import ProducerParts
-from draftworks.stream.capture_worker import CaptureWorker, WorkerSummary
+from draftworks.stream.capture_worker import CaptureWorker, PlannedOrder, WorkerSummary
 from draftworks.stream.controller import DataFlowController
-from draftworks.stream.planned_order import PlannedOrder
+from draftworks.stream.metadata_store import Watermark
 from draftworks.stream.row_log import LoggedSource, RowLog, SourceFeeder
 from draftworks.stream.stream_rounds import StreamRounds
 from draftworks.stream.training_stream import open_controller
-from draftworks.stream.watermark import Watermark
 
 
 def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:

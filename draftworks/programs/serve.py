@@ -29,7 +29,7 @@ from draftworks.evaluation.ladder.server_acceptance import (
 )
 from draftworks.evaluation.ladder.statistics import Resampling, summarize_acceptance
 from draftworks.evaluation.report.comparison import read_walk
-from draftworks.export.names import DRAFT_FOLDER
+from draftworks.export.conventions import DRAFT_FOLDER
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.sglang.client import GenerateRequest
 from draftworks.sglang.environment import require_cpu_speculation

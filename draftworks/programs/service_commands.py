@@ -12,9 +12,9 @@ import typer
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.evaluation.report.text_tables import TextTable, print_table
 from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_error
+from draftworks.service.candidate import find_delivery, read_states
 from draftworks.service.register import InService, ServiceRegister, resolve_draft
 from draftworks.service.rule import describe_figures
-from draftworks.service.states import find_delivery, read_states
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.names import of_strategy
@@ -22,8 +22,8 @@ from draftworks.storage.words import suggest, suggest_or_list
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
-    from draftworks.decision.answers import AnswerFile
     from draftworks.decision.queue import Step
+    from draftworks.decision.record import AnswerFile
     from draftworks.service.promotion import Service
 
 
@@ -335,7 +335,7 @@ def release(
 
 def open_answers(registry: Path, target: str) -> AnswerFile:
     """Return the file of answers. Raises ConfigError if there is no such target."""
-    from draftworks.decision.answers import AnswerFile
+    from draftworks.decision.record import AnswerFile
 
     found = Registry(registry)
     found.find_target_file(target)

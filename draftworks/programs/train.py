@@ -35,7 +35,7 @@ from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.artifacts import PARTIAL
 from draftworks.storage.files import publish_file
 from draftworks.storage.identity import digest
-from draftworks.stream.arrival_training import ArrivalTraining
+from draftworks.stream.trainer_runtime import ArrivalTraining
 from draftworks.stream.training_stream import PLAN_AGAIN, TrainingStream
 from draftworks.targets.fitted_defaults import describe_computation
 from draftworks.training.backend import ensure_process_group

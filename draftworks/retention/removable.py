@@ -19,6 +19,7 @@ from draftworks.service.register import FOLDER, InService, ServedDraft, ServiceR
 from draftworks.storage.files import open_regular, read_json
 from draftworks.storage.names import of_strategy
 from draftworks.targets.feature_stores import list_stores
+from draftworks.targets.gguf_store import list_models
 from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class Place:
     Attributes:
         targets: names in the registry. Results of other targets are in use only if they are pinned or in service.
         stores: feature stores.
+        models: folders of GGUF files that the targets name, below `var`; None: what they name is not known, so all stay.
         now: seconds since the epoch.
     """
 
@@ -166,6 +168,7 @@ class Place:
     settings: RetentionSpec
     targets: frozenset[str]
     stores: tuple[StoreSpec, ...] = ()
+    models: frozenset[str] | None = None
     now: float = field(default_factory=time.time)
 
     @classmethod
@@ -181,7 +184,8 @@ class Place:
                 f"{registry.root}: expected a registry with targets, found none, so nothing would be in use"
             )
         settings = registry.load_deployment().retention
-        return cls(registry.resolve_var_folder(), settings, targets, tuple(list_stores(registry)))
+        models = list_models(registry)
+        return cls(registry.resolve_var_folder(), settings, targets, tuple(list_stores(registry)), models)
 
     def is_old(self, newest: float, days: float | None = None) -> bool:
         return newest <= self.now - (self.settings.keep_days if days is None else days) * 86400

@@ -26,6 +26,7 @@ NO_RESULTS = frozenset(
         *("answers", "eval_cache", "feature_cache", "feature_store", "leaderboard", "loop_cache", "object_store_notes"),
         *(
             "decisions",
+            "gguf",
             "in_service",
             "observed",
             "pins",

@@ -27,6 +27,7 @@ from draftworks.retention.stored_results import (
 from draftworks.storage.artifacts import UNPUBLISHED
 from draftworks.storage.files import read_json
 from draftworks.storage.names import CONVERSATIONS, TRAINING_FEATURES, of_strategy
+from draftworks.targets.gguf_store import GGUF
 from draftworks.targets.registry import HELDOUT
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def survey(place: Place) -> Survey:
         *_look_at_results(place, results),
         *_look_at_features(place, results),
         *_look_at_shared(place, results),
+        *_look_at_models(place),
         *_look_at_runs(place),
         *_look_at_unfinished(place),
     ):
@@ -337,6 +339,17 @@ def _look_at_shared(place: Place, results: _Results) -> Iterator[_Found]:
             targets=results.targets_of.get(weights, frozenset()),
         )
         yield _Found(item, path.name not in results.mentioned and place.is_old(size.newest))
+
+
+def _look_at_models(place: Place) -> Iterator[_Found]:
+    """Yield dequantised GGUF files, which cost seconds to make again. A run of any target may still use an older one."""
+    for path in _list_paths(place.var / GGUF):
+        if path.suffix or path.name.startswith("."):
+            continue  # a lock, or one that is being made
+        size, why = measure_folder(path), "no target names the GGUF file that it was"
+        item = Item("models", "", f"model {path.name}", path, size.nbytes, 0.0, size.newest, why, place.targets)
+        unnamed = place.models is not None and path.name not in place.models
+        yield _Found(item, unnamed and place.is_old(size.newest))
 
 
 def _look_at_runs(place: Place) -> Iterator[_Found]:

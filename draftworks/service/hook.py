@@ -21,10 +21,10 @@ from typing import IO, NamedTuple
 
 from draftworks.config.service import HookSpec
 from draftworks.errors import ConfigError
-from draftworks.service.json_post import MAX_ANSWER_BYTES, post_json
+from draftworks.service.candidate import Attempt, Delivery, find_delivery, save_delivery
 from draftworks.service.register import InService, ServiceRegister
-from draftworks.service.states import Attempt, Delivery, find_delivery, save_delivery
 from draftworks.storage.files import parse_json
+from draftworks.storage.http_call import MAX_POST_ANSWER_BYTES, post_json
 from draftworks.storage.words import format_count
 
 MAX_DETAIL = 500
@@ -155,7 +155,7 @@ def _run(command: list[str], payload: bytes, environment: Mapping[str, str], tim
 
 def _read_end(stream: IO[bytes]) -> str:
     size = stream.seek(0, os.SEEK_END)
-    stream.seek(max(0, size - MAX_ANSWER_BYTES))
+    stream.seek(max(0, size - MAX_POST_ANSWER_BYTES))
     return stream.read().decode(errors="replace")
 
 

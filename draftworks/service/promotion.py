@@ -16,7 +16,14 @@ from draftworks.data.slices import SLICE_COLUMNS
 from draftworks.errors import StoreError
 from draftworks.evaluation.report.comparison import SliceDifference, WalkComparison, WalkPair, compare_reports
 from draftworks.evaluation.report.slice_changes import LEAST_PROMPTS, resample_enough
-from draftworks.service.candidate import Candidate, RefusedError, find_candidate
+from draftworks.service.candidate import (
+    Accepted,
+    Candidate,
+    RefusedError,
+    find_candidate,
+    forget_accepted,
+    save_accepted,
+)
 from draftworks.service.register import Canary, ConflictError, EvalFigures, InService, ServiceRegister, require_present
 from draftworks.service.rule import (
     CONFIDENCE,
@@ -30,7 +37,6 @@ from draftworks.service.rule import (
     rank_earlier,
     was_measured,
 )
-from draftworks.service.states import Accepted, forget_accepted, save_accepted
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.names import of_strategy
 from draftworks.storage.records import ReportIdentity, choose_name

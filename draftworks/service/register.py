@@ -1,32 +1,24 @@
 """The draft in service of one target and strategy, replaced by compare-and-swap; safe across processes and hosts.
 
-    {var}/in_service/{target}/{strategy}/in_service.json        the record in service, replaced by one rename
-    {var}/in_service/{target}/{strategy}/history/{number}.json  each record that was replaced, never changed
-    {var}/in_service/{target}/{strategy}/.lock/                 the lease of whoever replaces it
-
-A record is copied to the history before it is replaced. So at any moment the history and `in_service.json` together hold
-every record that was ever in service and no other, wherever a process is killed. Readers need one read and no lock.
+{var}/in_service/{target}/{strategy}/in_service.json    the record in service
+{var}/in_service/{target}/{strategy}/history/, .lock/   see `draftworks.storage.event_log.NumberedRecord`
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
-from uuid import uuid4
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import RECORD
-from draftworks.storage.file_lock import hold_lock
-from draftworks.storage.files import fsync, publish_json, read_json
+from draftworks.storage.event_log import HISTORY, NumberedRecord
+from draftworks.storage.files import read_json
 from draftworks.storage.names import require_name
 from draftworks.storage.words import list_names
 
@@ -186,10 +178,7 @@ def _require_safe(found: InService) -> None:
     datetime.fromisoformat(found.when)
 
 
-FOLDER = "in_service"
-REGISTER, HISTORY, LOCK = "in_service.json", "history", ".lock"
-MAX_BYTES = 1 << 20
-DIGITS = 8
+FOLDER, REGISTER = "in_service", "in_service.json"
 
 
 class ConflictError(StoreError):
@@ -218,7 +207,7 @@ class ServiceRegister:
         Raises:
             StoreError: the file is damaged, or of another target.
         """
-        return self._read(self.folder / REGISTER)
+        return self._record.find()
 
     def require(self) -> InService:
         """Return the record in service. Raises StoreError if there is none."""
@@ -231,24 +220,19 @@ class ServiceRegister:
         return found
 
     def read_history(self) -> tuple[InService, ...]:
-        """Return every record that was ever in service, oldest first, the present one last."""
-        # The present one first: if it is replaced meanwhile, the history has it.
-        current = self.find()
-        if current is None:
-            return ()
-        found = {current.number: current}
-        for path in self.folder.joinpath(HISTORY).glob("*.json"):
-            if path.stem.isdecimal() and int(path.stem) < current.number:
-                record = self._read(path)
-                if record is not None:
-                    found[record.number] = record
-        missing = set(range(1, current.number)) - found.keys()
+        """Return every record that was ever in service, oldest first, the present one last.
+
+        Raises:
+            StoreError: one is damaged, or gone.
+        """
+        found = self._record.read_history()
+        missing = set(range(1, found[-1].number if found else 1)) - {record.number for record in found}
         if missing:
             raise StoreError(
-                f"{self.folder / HISTORY}: expected a record of each number up to {current.number}, found none of "
+                f"{self.folder / HISTORY}: expected a record of each number up to {found[-1].number}, found none of "
                 f"{list_names(sorted(missing))}. Restore the folder from a backup"
             )
-        return tuple(found[number] for number in sorted(found))
+        return found
 
     def replace(self, expected: str | None, make: Callable[[InService | None], InService | None]) -> InService | None:
         """Replace the record if the draft in service is still the expected one; return the record that is then there.
@@ -261,72 +245,32 @@ class ServiceRegister:
         Raises:
             ConflictError: another draft is in service.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = self.folder / LOCK
-        busy = f"the draft in service of {self.target}, {self.strategy} is being replaced by another process: waiting"
-        with hold_lock(lock, busy) as lease:
-            current = self.find()
+
+        def make_expected(current: InService | None) -> InService | None:
             if (found := None if current is None else current.draft.digest) != expected:
                 raise ConflictError(
                     f"target {self.target}, {self.strategy}: expected {_name(expected)} in service, found {_name(found)}: "
                     "another process has replaced it, nothing is changed. Look at it (draftworks in-service "
                     f"{self.target} {self.strategy}) and ask again"
                 )
-            made = make(current)
-            if made is None:
-                return current
-            if made.number != (1 if current is None else current.number + 1):
-                raise StoreError(f"{self.folder}: a record of number {made.number} cannot follow")
-            if current is not None:
-                self._archive(current)
-            _sweep(self.folder, f".{REGISTER}.*.tmp")
-            lease.confirm()
-            publish_json(self.folder / REGISTER, made.to_json())
-            return made
+            return make(current)
 
-    def _archive(self, record: InService) -> None:
-        """Copy a record to the history, whole or not at all; one that is there already is left."""
-        folder = self.folder / HISTORY
-        folder.mkdir(exist_ok=True)
-        _sweep(folder, "*.tmp")
-        final = folder / f"{record.number:0{DIGITS}}.json"
-        if final.exists():
-            return
-        staging = folder / f".{uuid4().hex}.tmp"
-        publish_json(staging, record.to_json())
-        try:
-            os.link(staging, final)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-                raise
-            os.replace(staging, final)  # a file system without hard links; the lease keeps others out
-        with suppress(FileNotFoundError):
-            staging.unlink()
-        fsync(folder)
+        busy = f"the draft in service of {self.target}, {self.strategy} is being replaced by another process: waiting"
+        return self._record.replace(make_expected, busy)
 
-    def _read(self, path: Path) -> InService | None:
-        try:
-            values = read_json(path, MAX_BYTES)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{path}: cannot be read as the record of a draft in service: {error}") from None
-        found = InService.from_json(values, str(path))
+    @property
+    def _record(self) -> NumberedRecord[InService]:
+        remedy = "Nothing is changed; restore the file from a backup"
+        return NumberedRecord(self.folder, REGISTER, self._parse, "the record of a draft in service", remedy)
+
+    def _parse(self, values: Any, where: str) -> InService:
+        found = InService.from_json(values, where)
         if (found.target, found.strategy) != (self.target, self.strategy):
             raise StoreError(
-                f"{path}: expected a record of {self.target}, {self.strategy}, found one of {found.target}, "
+                f"{where}: expected a record of {self.target}, {self.strategy}, found one of {found.target}, "
                 f"{found.strategy}: was the file copied? Nothing is changed"
             )
         return found
-
-
-def _sweep(folder: Path, pattern: str) -> None:
-    """Remove staging files of processes that were killed: those that are only written under the lease, which the caller
-    holds."""
-    for leftover in folder.glob(pattern):
-        leftover.unlink(missing_ok=True)
 
 
 def _name(digest: str | None) -> str:

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError
-from draftworks.sglang.api_key import build_headers
 from draftworks.sglang.hook import find_spool, uses_mooncake
+from draftworks.sglang.server_start import build_headers
 from draftworks.storage.http_call import HttpClient, NoAnswerError
 
 CONNECT_TIMEOUT_S = 10.0

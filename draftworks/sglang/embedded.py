@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import psutil
 
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
-from draftworks.sglang.child_lifetime import tie_children_to_parent
 from draftworks.sglang.client import GenerateRequest, Generation, parse_generation
 from draftworks.sglang.environment import LAUNCHER_VARIABLES, check_version
 from draftworks.sglang.server import ServerOptions, find_free_port
+from draftworks.sglang.server_start import tie_children_to_parent
 
 WHERE = "SGLang in this process"
 _POLL_S = 0.5

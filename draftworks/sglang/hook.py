@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from draftworks.errors import DraftworksError
-from draftworks.sglang.parts import Part, PartSink, is_captured, wants_logits
-from draftworks.sglang.spool import SpoolSink
+from draftworks.sglang.spool import Part, PartSink, SpoolSink, is_captured, wants_logits
 
 QUEUE_BYTES = 1 << 30
 log = logging.getLogger(__name__)

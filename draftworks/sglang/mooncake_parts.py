@@ -16,10 +16,9 @@ import torch
 
 from draftworks.errors import PassingTroubleError, StoreLostError
 from draftworks.features.mooncake_objects import MooncakeObjects
-from draftworks.mooncake.address import MooncakeAddress
+from draftworks.mooncake.address import MooncakeAddress, load_library
 from draftworks.mooncake.client import MooncakeClient
-from draftworks.mooncake.library import load_library
-from draftworks.sglang.parts import AnsweredRequest, Part, PartSink, PartSource, make_late_error, read_request_time
+from draftworks.sglang.spool import AnsweredRequest, Part, PartSink, PartSource, make_late_error, read_request_time
 
 PUT_TIMEOUT_S = 60.0
 ABANDONED_S = 6 * 3600.0

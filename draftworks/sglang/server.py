@@ -19,10 +19,10 @@ import psutil
 
 from draftworks.distributed import stop_signals
 from draftworks.errors import ConfigError, EngineError
-from draftworks.sglang import api_key
-from draftworks.sglang.child_lifetime import build_command
+from draftworks.sglang import server_start
 from draftworks.sglang.environment import LAUNCHER_VARIABLES, link_package, require_capturing, require_version
 from draftworks.sglang.hook import format_hook_option
+from draftworks.sglang.server_start import build_command
 from draftworks.sglang.speculation import Speculation
 from draftworks.storage.http_call import HttpAnswer, HttpClient, NoAnswerError
 
@@ -115,7 +115,7 @@ class ServerOptions:
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         }
         if self.key_file is not None:
-            own[api_key.VARIABLE] = str(self.key_file)
+            own[server_start.VARIABLE] = str(self.key_file)
         if self.revision is None:
             own["HF_HUB_OFFLINE"] = "1"
         if self.device == "cpu" and self.gpus > 1:
@@ -124,7 +124,7 @@ class ServerOptions:
 
     def read_key(self) -> str | None:
         """Return the key that requests have to carry; None if there is none."""
-        return None if self.key_file is None else api_key.read_key(self.key_file)
+        return None if self.key_file is None else server_start.read_key(self.key_file)
 
     def _build_capture_arguments(self) -> list[str]:
         if not self.layer_ids:
@@ -263,7 +263,7 @@ class SGLangServer:
         )
 
     def _is_ready(self) -> bool:
-        headers = api_key.build_headers(self._options.read_key())
+        headers = server_start.build_headers(self._options.read_key())
         with suppress(NoAnswerError), HttpClient(self.url, _ANSWER_TIMEOUT_S, headers) as http:
             if http.call("GET", "/health").is_success:
                 self._require_ours(http.call("GET", "/server_info"))

@@ -2,6 +2,8 @@
 
 Whoever writes holds a lease, so that a line without its end is one that a killed process has not finished: readers leave
 it out, and the next writer cuts it off. Any other line that is no event is damage, and nothing is changed then.
+
+And records that are replaced as a whole, each former one of which is kept under its number: `NumberedRecord`.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from draftworks.errors import StoreError
 from draftworks.storage.file_lock import hold_lock
-from draftworks.storage.files import fsync, open_regular, parse_json, publish_file
+from draftworks.storage.files import fsync, open_regular, parse_json, publish_file, publish_json, read_json
 
 Event = TypeVar("Event")
 
@@ -177,3 +179,99 @@ class EventLog(Generic[Event]):
                     f"{self.path}, line {number}: {error}: not one of {self.purpose}. {self.remedy}"
                 ) from None
         return events
+
+
+HISTORY, LOCK = "history", ".lock"
+MAX_RECORD_BYTES = 1 << 20
+_DIGITS = 8
+
+
+class Numbered(Protocol):
+    """A record with its number, 1 for the first, then one more with each."""
+
+    @property
+    def number(self) -> int: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+Record = TypeVar("Record", bound=Numbered)
+
+
+@dataclass(frozen=True)
+class NumberedRecord(Generic[Record]):
+    """A record in a file, replaced by one rename under a lease; each one before it is kept and never changed.
+
+        folder/{name}                  the newest
+        folder/history/{number}.json   each before it
+        folder/.lock/                  the lease of whoever replaces it
+
+    A record is copied to the history before it is replaced. So at any moment the history and the file together hold every
+    record that there ever was and no other, wherever a process is killed. Readers need one read and no lock.
+
+    Attributes:
+        parse: returns the record in a file's JSON, given what an error is to name; StoreError if it is no valid one.
+        what: the kind of record, in errors.
+        remedy: what to do with a damaged file, a sentence.
+    """
+
+    folder: Path
+    name: str
+    parse: Callable[[Any, str], Record]
+    what: str
+    remedy: str
+
+    def find(self) -> Record | None:
+        """Return the newest record, by one read; None if there is none. Raises StoreError for a damaged one."""
+        return self._read(self.folder / self.name)
+
+    def read_history(self) -> tuple[Record, ...]:
+        """Return every record, oldest first, the newest last; without those whose files are gone."""
+        newest = self.find()  # first: if it is replaced meanwhile, the history has it
+        if newest is None:
+            return ()
+        earlier = (self._read(self._locate(number)) for number in range(1, newest.number))
+        return (*(record for record in earlier if record is not None), newest)
+
+    def replace(self, make: Callable[[Record | None], Record | None], busy: str) -> Record | None:
+        """Replace the newest record; return the one that is then there.
+
+        Args:
+            make: returns the next record from the present one, or None to leave it as it is. It is called under the
+                lease, and an error of it leaves everything as it is.
+            busy: log message while another process replaces it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with hold_lock(self.folder / LOCK, busy) as lease:
+            newest = self.find()
+            made = make(newest)
+            if made is None:
+                return newest
+            if made.number != (1 if newest is None else newest.number + 1):
+                raise StoreError(f"{self.folder}: a record of number {made.number} cannot follow")
+            if newest is not None and not self._locate(newest.number).exists():
+                (self.folder / HISTORY).mkdir(exist_ok=True)
+                _sweep(self.folder / HISTORY, "*.tmp")
+                publish_json(self._locate(newest.number), newest.to_json())
+            _sweep(self.folder, f".{self.name}.*.tmp")
+            lease.confirm()
+            publish_json(self.folder / self.name, made.to_json())
+            return made
+
+    def _locate(self, number: int) -> Path:
+        return self.folder / HISTORY / f"{number:0{_DIGITS}}.json"
+
+    def _read(self, path: Path) -> Record | None:
+        try:
+            values = read_json(path, MAX_RECORD_BYTES)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path}: cannot be read as {self.what}: {error}. {self.remedy}") from None
+        return self.parse(values, str(path))
+
+
+def _sweep(folder: Path, pattern: str) -> None:
+    """Remove staging files of killed processes: those that are only written under the lease, which the caller holds."""
+    for leftover in folder.glob(pattern):
+        leftover.unlink(missing_ok=True)

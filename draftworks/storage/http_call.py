@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from draftworks.errors import EngineError
@@ -172,3 +172,39 @@ def _hide(text: str, hidden: Mapping[str, str]) -> str:
 
 def _is_problem(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING
+
+
+MAX_POST_ANSWER_BYTES = 1 << 16
+
+
+class Posted(NamedTuple):
+    """The answer of a server. `problem` is why the attempt failed; empty if it did not."""
+
+    text: str
+    problem: str = ""
+    status: int | None = None
+    retry_after_s: float | None = None
+
+
+def post_json(
+    url: str, payload: bytes, headers: Mapping[str, str], timeout_s: float, shown_as: str | None = None
+) -> Posted:
+    """Send JSON, and return the answer; redirects are not followed, and proxies of the environment are used.
+
+    Args:
+        shown_as: what stands for the address in problems, where it contains a token.
+    """
+    name = url if shown_as is None else shown_as
+    try:
+        with HttpClient(url, timeout_s, headers, name=name, hidden={url: name}) as http:
+            answer = http.call("POST", body=payload, max_bytes=MAX_POST_ANSWER_BYTES)
+    except NoAnswerError as error:
+        return Posted("", str(error))
+    said = answer.text.strip() or f"{answer.reason or 'no reason'}, and nothing else was said: look into its log"
+    problem = "" if answer.is_success else f"{name}: it answers {answer.status}: {said}"
+    return Posted(answer.text, problem, answer.status, _parse_seconds(answer.headers.get("retry-after")))
+
+
+def _parse_seconds(value: str | None) -> float | None:
+    """Return a Retry-After header's seconds; None for a date, or nonsense."""
+    return float(value) if value is not None and value.isdecimal() and len(value) < 8 else None

@@ -6,7 +6,9 @@ A digest is the first 16 hex digits of a SHA-256 over canonical JSON. JSON keeps
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -239,3 +241,13 @@ def token_digest(token_ids: Iterable[int]) -> str:
     if sys.byteorder == "big":
         ids.byteswap()
     return hashlib.sha256(ids.tobytes()).hexdigest()
+
+
+@functools.cache
+def read_version(package: str) -> str:
+    """Return the version of an installed package. Reading it takes milliseconds, and a process keeps what it has imported.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    return importlib.metadata.version(package)

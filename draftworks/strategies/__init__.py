@@ -1,4 +1,4 @@
-"""Draft strategies, a folder each: options (torch-free), model, loss, attention, drafter, strategy, export, reader.
+"""Draft strategies, a folder each: options (torch-free), model with its loss, strategy with its drafter, export, reader.
 
 Nothing here imports them: they are entry points of pyproject.toml, as a plug-in's are. What a plug-in needs to describe
 itself is named here.

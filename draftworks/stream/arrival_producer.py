@@ -27,10 +27,9 @@ from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore, Sample
 from draftworks.storage.identity import digest
 from draftworks.stream.capture_worker import CaptureWorker, TaskOrder, WorkerSummary
 from draftworks.stream.controller import PAGE, DataFlowController
+from draftworks.stream.metadata_store import IDLE_TIMEOUT_S, InFlight, TaskLease, Watermark
 from draftworks.stream.row_sources import RowSource, TaskLimits
 from draftworks.stream.step_acks import FINISHED, FREE_AT, free_unused
-from draftworks.stream.tasks import TaskLease
-from draftworks.stream.watermark import IDLE_TIMEOUT_S, InFlight, Watermark
 
 SOURCE = "source"
 """The fact of a run that all tasks of its source are added; JSON of `SourceFact`."""

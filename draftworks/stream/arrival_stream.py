@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING, Protocol
 from draftworks.capture.verify import require_few_failed
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.data.rejected import RejectedSample
-from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, get_world_size, run_on_every_rank
-from draftworks.distributed.decisions import Decision, Verdict, agree
+from draftworks.distributed.collectives import (
+    Decision,
+    Verdict,
+    agree,
+    broadcast_from_rank_0,
+    get_rank,
+    get_world_size,
+    run_on_every_rank,
+)
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
-from draftworks.features.packing import PackLimits
-from draftworks.features.queue_loader import QueueDataLoader, packed_steps, padded_steps
+from draftworks.features.loader import QueueDataLoader, packed_steps, padded_steps
+from draftworks.features.schedule import PackLimits
 from draftworks.stream.arrival_producer import SOURCE, SourceFact, require_batch_of
 from draftworks.stream.capture_worker import LONGEST_POLL_S, POLL_S
-from draftworks.stream.control_plane import ControlPlane
-from draftworks.stream.controller import PAGE, DataFlowController
+from draftworks.stream.controller import PAGE, ControlPlane, DataFlowController
+from draftworks.stream.metadata_store import IDLE_TIMEOUT_S, DeadLetter, TaskCounts
 from draftworks.stream.ref_set import RefSet
 from draftworks.stream.step_acks import FreeAt, StepAcks
-from draftworks.stream.tasks import DeadLetter, TaskCounts
-from draftworks.stream.watermark import IDLE_TIMEOUT_S
 
 if TYPE_CHECKING:
     import torch.distributed as dist

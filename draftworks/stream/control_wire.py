@@ -20,10 +20,20 @@ from typing import Any
 from draftworks.errors import ConfigError, StoreError
 from draftworks.features.contracts import SampleRef
 from draftworks.storage.files import parse_json, read_bytes
-from draftworks.stream.metadata_store import AckedStep, AckResult, CommitResult, ConsumerProgress, RefPage
+from draftworks.stream.metadata_store import (
+    AckedStep,
+    AckResult,
+    CommitResult,
+    ConsumerProgress,
+    DeadLetter,
+    PromptTask,
+    RefPage,
+    TaskCounts,
+    TaskFailure,
+    TaskLease,
+    Watermark,
+)
 from draftworks.stream.ref_set import RefSet
-from draftworks.stream.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease
-from draftworks.stream.watermark import Watermark
 
 PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 20

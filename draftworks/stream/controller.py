@@ -1,4 +1,4 @@
-"""The control plane of one run, as one of its processes uses it: tasks, references, acknowledgements."""
+"""The control plane of one run, as one of its processes uses it: tasks, references, acknowledgements; and where it is."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+from draftworks.errors import ConfigError
 from draftworks.features.contracts import SampleRef
 from draftworks.stream.metadata_store import (
     AckedStep,
     AckResult,
     CommitResult,
     ConsumerProgress,
+    DeadLetter,
     MetadataStore,
+    PromptTask,
     RefPage,
+    TaskCounts,
+    TaskFailure,
+    TaskLease,
+    Watermark,
+    require_id,
 )
-from draftworks.stream.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease, require_id
-from draftworks.stream.watermark import Watermark
+from draftworks.stream.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
 
 PAGE = 1024
 """References read at a time."""
@@ -212,3 +222,52 @@ class DataFlowController:
     def close(self) -> None:
         """Close the store."""
         self.store.close()
+
+
+LOCAL_COLOCATED = "local_colocated"
+DATAFLOW_COLOCATED = "dataflow_colocated"
+DISAGGREGATED = "disaggregated"
+DEPLOYMENT_MODES = (LOCAL_COLOCATED, DATAFLOW_COLOCATED, DISAGGREGATED)
+
+
+@dataclass(frozen=True)
+class ControlPlane:
+    """A run's controller, and whether optimizer steps are acknowledged durably."""
+
+    controller: DataFlowController
+    durable_ack: bool
+
+
+def resolve_control_plane(
+    mode: str,
+    run_id: str,
+    metadata_db_path: Path | None = None,
+    store: MetadataStore | None = None,
+    clock: Callable[[], float] = time.time,
+    **options: Any,
+) -> ControlPlane:
+    """Return the control plane of a deployment mode.
+
+    `local_colocated` keeps tasks and references in the memory of this process; `dataflow_colocated` and `disaggregated`
+    keep them, and acknowledgements, durably.
+
+    Args:
+        metadata_db_path: the database, on a disk of this host.
+        store: instead of `metadata_db_path`: an open store, such as the client of a control server.
+        options: of `DataFlowController`.
+
+    Raises:
+        ConfigError: an unknown mode, or not exactly one place for a mode that keeps state, or one for the mode that
+            keeps none.
+        StoreError: the database cannot be used.
+    """
+    if mode not in DEPLOYMENT_MODES:
+        raise ConfigError(f"deployment_mode: expected one of {', '.join(DEPLOYMENT_MODES)}, found {mode!r}")
+    given = (metadata_db_path is not None) + (store is not None)
+    if given != (mode != LOCAL_COLOCATED):
+        expected = "neither, as it keeps no state" if mode == LOCAL_COLOCATED else "one of the two"
+        raise ConfigError(f"deployment_mode {mode}: metadata_db_path or a metadata store: expected {expected}")
+    if metadata_db_path is not None:
+        store = SQLiteMetadataStore(metadata_db_path)
+    controller = DataFlowController(run_id, store or InMemoryMetadataStore(), clock, **options)
+    return ControlPlane(controller, mode != LOCAL_COLOCATED)

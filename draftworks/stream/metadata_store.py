@@ -1,18 +1,179 @@
-"""The interface of stores for control-plane state.
+"""The control plane's state: records of tasks, references and acknowledgements, and the interface of its stores.
 
-Every method is one transaction over all of its arguments, and can be repeated with the same arguments without harm: a
-client that lost the answer calls again. Times are seconds of `time.time()`; `now` is the caller's clock.
+Every method of a store is one transaction over all of its arguments, and can be repeated with the same arguments without
+harm: a client that lost the answer calls again. Times are seconds of `time.time()`; `now` is the caller's clock.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from draftworks.errors import ConfigError, StoreError
 from draftworks.features.contracts import SampleRef, assert_no_tensors
-from draftworks.stream.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease, require_id
-from draftworks.stream.watermark import Watermark
+
+MAX_ID_LENGTH = 512
+_ID = re.compile(rf"[^\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_ID_LENGTH}}}")
+
+
+@dataclass(frozen=True)
+class PromptTask:
+    """Samples that one producer captures in one visit to the target.
+
+    Attributes:
+        sample_ids: samples of the plan; empty where the producer makes them from prompts (rollouts).
+        prompts_uri: where the prompts are, if they are not samples of a tokenized set.
+        step: the optimizer step that first takes one of the samples; tasks are leased in this order.
+        num_tokens: tokens of all samples, for batching and rates.
+        size: samples and bytes that a watermark counts for the task; None where steps alone are counted.
+    """
+
+    task_id: str
+    run_id: str
+    sample_ids: tuple[str, ...] = ()
+    prompts_uri: str = ""
+    step: int = 0
+    num_tokens: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class TaskLease:
+    """The right of one worker to a task until `expires_at`.
+
+    Attributes:
+        attempt: grows with every lease of the task.
+        failures: attempts that failed before, or whose lease ran out.
+        frees: how many keys of the run had been freed at the lease; what the worker finds in the store afterwards is
+            committed with it.
+    """
+
+    task: PromptTask
+    worker: str
+    attempt: int
+    expires_at: float
+    failures: int = 0
+    frees: int = 0
+
+
+@dataclass(frozen=True)
+class TaskFailure:
+    """Why a worker gives a leased task back; `counts` is whether that was an attempt, and not another task's fault."""
+
+    lease: TaskLease
+    reason: str
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """A task that failed as often as it may, with the reason of every attempt.
+
+    Attributes:
+        lost_samples: its samples that were never committed.
+    """
+
+    task: PromptTask
+    reasons: tuple[str, ...]
+    lost_samples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TaskCounts:
+    """How many tasks of a run are in each state."""
+
+    pending: int = 0
+    leased: int = 0
+    done: int = 0
+    dead: int = 0
+
+    @property
+    def open(self) -> int:
+        """Tasks that are neither done nor dead."""
+        return self.pending + self.leased
+
+
+def require_id(value: str, kind: str) -> str:
+    """Return `value` if it is a usable id: 1 to `MAX_ID_LENGTH` characters, no control characters. Else StoreError."""
+    if not isinstance(value, str) or not _ID.fullmatch(value):
+        shown = repr(value)
+        raise StoreError(
+            f"{kind}: expected text of 1 to {MAX_ID_LENGTH} characters without control characters, "
+            f"found {shown if len(shown) <= 80 else shown[:77] + '...'}"
+        )
+    return value
+
+
+IDLE_TIMEOUT_S = 1800.0
+"""The longest that one side of a stream waits while the other does nothing."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What was produced and is not consumed yet; `steps` is None where nobody counts optimizer steps."""
+
+    samples: int = 0
+    bytes: int = 0
+    steps: int | None = None
+
+    def __add__(self, other: InFlight) -> InFlight:
+        steps = None if self.steps is None and other.steps is None else (self.steps or 0) + (other.steps or 0)
+        return InFlight(self.samples + other.samples, self.bytes + other.bytes, steps)
+
+    def __sub__(self, other: InFlight) -> InFlight:
+        steps = None if self.steps is None else self.steps - (other.steps or 0)
+        return InFlight(self.samples - other.samples, self.bytes - other.bytes, steps)
+
+    def __str__(self) -> str:
+        steps = "" if self.steps is None else f", {self.steps} steps"
+        return f"{self.samples} samples, {self.bytes:,} bytes{steps}"
+
+
+@dataclass(frozen=True)
+class Watermark:
+    """Upper limits of what is in flight; None does not limit.
+
+    A consumer frees room only after a whole optimizer step, so a limit below one global batch would stop both sides for
+    ever: `require_batch` refuses it.
+
+    Raises:
+        ConfigError: a limit is not positive, or there is none.
+    """
+
+    samples: int | None = 256
+    bytes: int | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        limits = {field.name: getattr(self, field.name) for field in fields(self)}
+        if all(limit is None for limit in limits.values()):
+            raise ConfigError("watermark: expected a limit of samples, bytes or steps, found none")
+        for name, limit in limits.items():
+            if limit is not None and limit < 1:
+                raise ConfigError(f"watermark.{name}: expected at least 1, found {limit}")
+
+    def require_batch(self, batch: InFlight) -> Watermark:
+        """Return the watermark if `batch`, the most that one optimizer step takes, fits below it; else ConfigError."""
+        for bound in fields(self):
+            limit, needed = getattr(self, bound.name), getattr(batch, bound.name)
+            if limit is not None and needed is not None and needed > limit:
+                raise ConfigError(
+                    f"watermark.{bound.name}: expected at least one global batch, {needed:,}, found {limit:,}. The "
+                    f"producer would wait for room, and the trainer for the rest of the batch. Raise it to {needed:,} "
+                    "or more, or lower training.global_batch_size"
+                )
+        return self
+
+    def for_batches_of(self, samples: int) -> Watermark:
+        """Return the watermark with `steps` expressed in samples, for streams that count no steps."""
+        if self.steps is None:
+            return self
+        limit = self.steps * samples
+        return Watermark(limit if self.samples is None else min(self.samples, limit), self.bytes)
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
+from draftworks.features.loader import QueueDataLoader
 from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.manifest import OfflineManifestReader
 from draftworks.features.memory_store import MemoryFeatureStore
-from draftworks.features.offline_manifest import OfflineManifestReader
-from draftworks.features.queue_loader import QueueDataLoader
 from draftworks.features.wrapped_store import WrappedStore
 from draftworks.stream.arrival_producer import drive_producer
 from draftworks.stream.arrival_stream import RefDistributor
-from draftworks.stream.control_plane import resolve_control_plane
-from draftworks.stream.controller import PAGE, DataFlowController
-from draftworks.stream.reconcile import reconcile_on_restart
+from draftworks.stream.controller import PAGE, DataFlowController, resolve_control_plane
+from draftworks.stream.metadata_store import IDLE_TIMEOUT_S, InFlight, PromptTask
 from draftworks.stream.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
 from draftworks.stream.step_acks import StepAcks as DPAckController
-from draftworks.stream.tasks import PromptTask
+from draftworks.stream.step_acks import reconcile_on_restart
 from draftworks.stream.topologies import (
     build_disagg_offline_runtime,
     build_disagg_online_consumer,
@@ -35,7 +34,6 @@ from draftworks.stream.topologies import (
     build_online_runtime,
     run_disagg_online_interleaved,
 )
-from draftworks.stream.watermark import IDLE_TIMEOUT_S, InFlight
 
 if TYPE_CHECKING:
     from torch import Tensor

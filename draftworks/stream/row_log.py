@@ -29,8 +29,8 @@ from draftworks.errors import DataError
 from draftworks.storage.files import publish_json, read_json
 from draftworks.stream.arrival_producer import LOOK_S, SOURCE, SourceFact
 from draftworks.stream.controller import PAGE, DataFlowController
+from draftworks.stream.metadata_store import PromptTask
 from draftworks.stream.row_sources import ConversationSource, TaskLimits
-from draftworks.stream.tasks import PromptTask
 
 BACKLOG = 4
 """Tasks that wait for a producer before more of the source is read."""

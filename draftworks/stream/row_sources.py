@@ -15,7 +15,7 @@ from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
 from draftworks.data.tokenized import TokenRow
 from draftworks.errors import CaptureError, DataError
-from draftworks.stream.tasks import PromptTask
+from draftworks.stream.metadata_store import PromptTask
 
 log = logging.getLogger(__name__)
 

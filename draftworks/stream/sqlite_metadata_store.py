@@ -13,14 +13,19 @@ from draftworks.stream.metadata_store import (
     AckResult,
     CommitResult,
     ConsumerProgress,
+    DeadLetter,
     MetadataStore,
+    PromptTask,
     RefPage,
+    TaskCounts,
+    TaskFailure,
+    TaskLease,
+    Watermark,
+    require_id,
     require_refs,
     require_tasks,
 )
 from draftworks.stream.sqlite_database import BUSY_TIMEOUT_S, SqliteDatabase
-from draftworks.stream.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease, require_id
-from draftworks.stream.watermark import Watermark
 
 
 class SQLiteMetadataStore(MetadataStore):

@@ -9,8 +9,15 @@ from sqlite3 import Connection
 from typing import Any
 
 from draftworks.errors import StoreError
-from draftworks.stream.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease
-from draftworks.stream.watermark import InFlight, Watermark
+from draftworks.stream.metadata_store import (
+    DeadLetter,
+    InFlight,
+    PromptTask,
+    TaskCounts,
+    TaskFailure,
+    TaskLease,
+    Watermark,
+)
 
 PENDING, LEASED, DONE, DEAD = range(4)
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -11,9 +11,8 @@ from draftworks.data.rejected import RejectedSample
 from draftworks.features.contracts import SampleRef
 from draftworks.features.schedule import find_left_out
 from draftworks.stream.controller import DataFlowController
-from draftworks.stream.stream_order import StreamOrder
-from draftworks.stream.streaming_plan import StreamingPlan
-from draftworks.stream.watermark import Watermark
+from draftworks.stream.metadata_store import Watermark
+from draftworks.stream.streaming_plan import StreamingPlan, StreamOrder
 
 
 @dataclass(frozen=True)

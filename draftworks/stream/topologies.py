@@ -17,24 +17,25 @@ from typing import Any
 
 from draftworks.distributed.collectives import get_rank, get_world_size, run_on_every_rank
 from draftworks.distributed.stop_signals import block_stop_signals
+from draftworks.drafts.strategy import make_planned_loader
 from draftworks.errors import ConfigError, StoreError
 from draftworks.features.contracts import FeatureStore, KeyedFeatureStore, SampleRef
 from draftworks.features.memory_store import MemoryFeatureStore
 from draftworks.features.schedule import TrainSchedule
 from draftworks.stream.arrival_producer import OnlineProducer, ProducerParts, ShouldStop, drive_producer
 from draftworks.stream.arrival_stream import ArrivalStream
-from draftworks.stream.control_plane import (
+from draftworks.stream.controller import (
     DATAFLOW_COLOCATED,
     DISAGGREGATED,
     LOCAL_COLOCATED,
+    PAGE,
     ControlPlane,
+    DataFlowController,
     resolve_control_plane,
 )
-from draftworks.stream.controller import PAGE, DataFlowController
-from draftworks.stream.planned_loader import make_planned_loader
+from draftworks.stream.metadata_store import IDLE_TIMEOUT_S, Watermark
 from draftworks.stream.step_acks import FreeAt, StepAcks, require_fresh
 from draftworks.stream.trainer_runtime import TrainerParts, TrainerRuntime, find_start, open_plane
-from draftworks.stream.watermark import IDLE_TIMEOUT_S, Watermark
 from draftworks.training.history import History
 
 JOIN_TIMEOUT_S = 120.0

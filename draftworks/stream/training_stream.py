@@ -1,11 +1,13 @@
-"""The trainer's end of a streamed training: what it reads from, and what listens to its steps."""
+"""The trainer's end of a streamed training: what it reads from and waits for, what listens to its steps, and its figures."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from draftworks.capture.verify import require_few_failed
 from draftworks.config.features import StreamFollower, StreamSteps
@@ -13,20 +15,170 @@ from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import StreamPlace
 from draftworks.data.rejected import RejectedSample
 from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, run_on_every_rank
-from draftworks.errors import ConfigError, DraftworksError
-from draftworks.features.feature_source import FeatureSource
-from draftworks.features.manifest import FeatureSetManifest
+from draftworks.errors import ConfigError, DraftworksError, StoreError
+from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
+from draftworks.features.manifest import FeatureSetManifest, FeatureSource
 from draftworks.features.open_store import open_store_to_write
-from draftworks.stream.awaited_store import AwaitedStore
+from draftworks.features.wrapped_store import WrappedStore
 from draftworks.stream.control_client import RemoteMetadataStore
 from draftworks.stream.control_wire import load_token
 from draftworks.stream.controller import DataFlowController
 from draftworks.stream.metadata_store import MetadataStore
 from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.stream.stream_consumer import FINISHED, StreamConsumer
-from draftworks.stream.stream_report import StreamReport
 from draftworks.stream.stream_rounds import StreamRounds
 from draftworks.stream.streaming_plan import StreamingPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+NOTABLE_SHARE = 0.05
+"""From this share of the time on, the trainer's waiting is worth a word."""
+
+
+class StreamReport:
+    """Measures what producers captured ahead of the training, and who waited since the measurement before.
+
+    Args:
+        plan: of the whole stream.
+        read_waited_s: returns the seconds that the trainer has waited for features in all.
+        clock: returns seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        plan: StreamingPlan,
+        store: KeyedFeatureStore,
+        read_waited_s: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._read_waited_s = read_waited_s
+        self._clock = clock
+        self._before: tuple[float, float, int] | None = None
+
+    def measure(self, step: int) -> dict[str, Any]:
+        """Return the figures after a step, by name.
+
+        `ahead_samples` and `ahead_mb` are captured and not used by any step yet; `captured_tokens/s` is what the stream
+        delivers since the last measurement; `waiting` is the side that waits.
+        """
+        self._store.refresh()
+        due = self._plan.find_ahead(step)
+        missing = set(self._store.find_missing(key for ref in due for key in ref.feature_keys.values()))
+        ahead = [ref for ref in due if missing.isdisjoint(ref.feature_keys.values())]
+        figures = {
+            "ahead_samples": len(ahead),
+            "ahead_mb": round(sum(ref.estimated_bytes for ref in ahead) / 1e6, 1),
+        }
+        tokens = self._plan.count_new_tokens(step) + sum(ref.num_tokens for ref in ahead)
+        now, waited_s = self._clock(), self._read_waited_s()
+        if self._before is not None:
+            elapsed = max(now - self._before[0], 1e-9)
+            share = (waited_s - self._before[1]) / elapsed
+            figures["captured_tokens/s"] = round(max(tokens - self._before[2], 0) / elapsed)
+            figures["waiting"] = f"trainer:{min(share, 1):.0%}" if share > NOTABLE_SHARE else self._name_other(missing)
+        self._before = (now, waited_s, tokens)
+        return figures
+
+    @staticmethod
+    def _name_other(missing: set[str]) -> str:
+        """Return who waits if the trainer does not: producers that have filled their window."""
+        return "nobody" if missing else "producers"
+
+
+POLL_S = 0.01
+LOOK_S = 1.0
+"""Between two looks at the producers while waiting."""
+
+
+class AwaitedStore(WrappedStore):
+    """Reads planned features from `store`; waits for those that are not there yet.
+
+    A sample that will never come is given up: random numbers are returned in its place. A rank that raised an error
+    instead would leave the others waiting in a collective; the training discards the step on all ranks.
+
+    Attributes:
+        waited_s: seconds that all calls of `get` together have waited.
+        given_up: ids of the samples that random numbers were returned for. Once there is one, no other is waited for.
+
+    Args:
+        timeout_s: how long one sample may be waited for.
+        look: called about once a second while waiting, with the sample that is missing; asks for features that were
+            lost to be captured again, and returns whether the sample will never come.
+        explain: called when the time is over; returns what else may be the reason, empty for nothing.
+    """
+
+    def __init__(
+        self,
+        store: KeyedFeatureStore,
+        timeout_s: float,
+        look: Callable[[SampleRef], bool] = lambda ref: False,
+        explain: Callable[[], str] = str,
+    ) -> None:
+        super().__init__(store)
+        self._keyed = store
+        self._timeout_s = timeout_s
+        self._look = look
+        self._explain = explain
+        self.waited_s = 0.0
+        self.given_up: set[str] = set()
+        self._stops = 0
+
+    def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
+        """Fetch as `FeatureStore.get`. Features that are lost before they are read are waited for again.
+
+        Raises:
+            StoreError: the features have not come within `timeout_s` seconds.
+        """
+        started, stops = time.monotonic(), self._stops
+        while True:
+            if not self._wait(ref, started, stops):
+                self.given_up.add(ref.sample_id)
+                return _make_random(ref), FeatureHandle(ref.sample_id, "")
+            try:
+                return self._store.get(ref)
+            except StoreError:
+                if not self._keyed.find_missing(ref.feature_keys.values()):
+                    raise
+
+    def _wait(self, ref: SampleRef, started: float, stops: int) -> bool:
+        """Wait for a sample's features; return False if they will never come."""
+        began = looked = time.monotonic()
+        while self._keyed.find_missing(ref.feature_keys.values()):
+            now = time.monotonic()
+            if self._stops != stops:
+                raise StoreError(f"sample {ref.sample_id} is not waited for any more: the reader has stopped")
+            if now - started > self._timeout_s:
+                reason = self._explain() or "Look at the producers' logs"
+                raise StoreError(
+                    f"sample {ref.sample_id}: its features have not come within {self._timeout_s:g} s. {reason}, or "
+                    "raise streaming.timeout_s if they are slow"
+                )
+            if self.given_up or (now - looked > LOOK_S and self._look(ref)):
+                return False
+            looked = now if now - looked > LOOK_S else looked
+            time.sleep(POLL_S)
+            self._keyed.refresh()
+        self.waited_s += time.monotonic() - began
+        return True
+
+    def release(self, handle: FeatureHandle) -> None:
+        if handle.sample_id not in self.given_up:
+            self._store.release(handle)
+
+    def stop_waiting(self) -> None:
+        self._stops += 1
+
+
+def _make_random(ref: SampleRef) -> dict[str, Tensor]:
+    """Return tensors of a sample's shapes and dtypes, normally distributed, so that no norm of them is zero."""
+    from draftworks.features.tensor_bytes import make_random_stored
+
+    return {name: make_random_stored(spec.shape, spec.dtype) for name, spec in ref.feature_specs.items()}
+
 
 CONSUMER_LEASE_S = 30.0
 """How long a trainer that was killed keeps its successor waiting, at most."""

@@ -11,8 +11,8 @@ from typing import Any, Generic
 from pydantic import BaseModel, ValidationError
 
 from draftworks.config.base import SpecType
-from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.launchers import check_overrides
+from draftworks.config.operations import DeploymentSpec
 from draftworks.config.registry_files import ExportSettings, StrategyEntry, TargetSpec
 from draftworks.config.strategies import list_option_models, resolve_strategy
 from draftworks.config.strict_yaml import Beside, describe_validation_error, read_mapping

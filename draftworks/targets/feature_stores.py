@@ -7,25 +7,37 @@ from pathlib import Path
 
 from draftworks.config.features import ObjectFeaturesSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
-from draftworks.storage.artifacts import ArtifactStore
+from draftworks.errors import StoreError
 from draftworks.storage.identity import DIGEST_LENGTH
-from draftworks.storage.legacy_stores import find_store
 from draftworks.storage.object_access import parse_object_url
 from draftworks.targets.registry import Registry
 
 _WEIGHTS = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
 
 
-def locate_feature_store(registry: Registry, artifacts: ArtifactStore, files: TargetFiles) -> StoreSpec:
+def locate_feature_store(registry: Registry, files: TargetFiles) -> StoreSpec:
     """Return the feature store of a target's weights, shared by all runs, strategies and targets of these weights.
 
     Raises:
-        StoreError: features that an earlier version stored under the target's name cannot be moved there.
+        StoreError: nothing is stored for these weights, but a version of before 22 November 2026 stored features under the
+            target's name: they would be captured again without a word.
     """
     spec = describe_store(registry, files.digest)
-    if spec.objects is None:
-        find_store(spec.root.parent, files.digest, files.name, artifacts)
+    if spec.objects is None and not spec.root.exists():
+        _refuse_named_store(spec.root, files.name)
     return spec
+
+
+def _refuse_named_store(root: Path, name: str) -> None:
+    """Raise StoreError if a store below a target's name is no store of a digest yet; versions of before linked it."""
+    named = root.parent / name
+    holds = any(any((named / folder).glob(files)) for folder, files in (("shards", "*"), ("samples", "*/*")))
+    if holds and not any(path.is_symlink() and path.resolve() == named.resolve() for path in root.parent.iterdir()):
+        raise StoreError(
+            f"{named}: features under a target's name, as versions of before 22 November 2026 stored them; expected them "
+            f"under the digest of its weights, {root.name}. If they are of these weights: ln -s {name} {root}; otherwise "
+            "move the folder away"
+        )
 
 
 def locate_store_folder(registry: Registry) -> Path:

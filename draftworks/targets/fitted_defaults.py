@@ -21,7 +21,7 @@ from draftworks.config.service import ServingSpec
 from draftworks.config.strategies import TargetSizes, resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.storage.files import read_json
-from draftworks.storage.installed import read_version
+from draftworks.storage.identity import read_version
 from draftworks.targets.gguf_header import is_gguf
 from draftworks.targets.gguf_model import read_gguf_sizes
 

@@ -36,7 +36,7 @@ class Packing:
     nbytes: int
 
 
-_PACKINGS = {
+PACKINGS = {
     number: Packing(name, elements, nbytes)
     for number, name, elements, nbytes in (
         *((0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2), (28, "F64", 1, 8)),
@@ -174,7 +174,7 @@ class _Reader:
             rows.append((name, shape[::-1], self._number("I"), self._number("Q")))
         start = -(-(self._size - self._left) // alignment) * alignment
         return tuple(
-            GgufTensor(name, kind, shape, start + offset, _PACKINGS.get(kind)) for name, shape, kind, offset in rows
+            GgufTensor(name, kind, shape, start + offset, PACKINGS.get(kind)) for name, shape, kind, offset in rows
         )
 
     def require_extent(self, tensors: Collection[GgufTensor]) -> None:

@@ -131,8 +131,12 @@ class _Fields:
         return self.require("vocab_size", default=len(tokens) if isinstance(tokens, list) else tokens)
 
     def read_sizes(self) -> GgufSizes:
-        sizes = [self.require(name) for name in ("block_count", "embedding_length")]
-        return GgufSizes(*sizes, self.count_vocabulary(), self.require("context_length"))
+        return GgufSizes(
+            num_layers=self.require("block_count"),
+            hidden_size=self.require("embedding_length"),
+            vocab_size=self.count_vocabulary(),
+            context=self.require("context_length"),
+        )
 
 
 def _complete_experts(fields: _Fields) -> dict[str, Any]:
@@ -180,6 +184,11 @@ def describe_model(header: GgufHeader) -> GgufModel:
     Raises:
         ConfigError: its architecture, a form of it, or the kind of a tensor is not known here, or a field is absent.
     """
+    parts = header.metadata.get("split.count")
+    if isinstance(parts, int) and parts > 1:
+        raise ConfigError(
+            f"{header.path}: is one of {parts} parts: merge them by llama-gguf-split --merge, and give that file"
+        )
     family = _require_family(header.path, header.architecture)
     fields = _Fields(header.path, header.metadata)
     _require_readable(header)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError, StoreError
-from draftworks.storage.identity import FileDigests, digest
+from draftworks.storage.identity import DigestNotCached, FileDigests, RememberedDigests, digest
 from draftworks.storage.words import suggest
 from draftworks.targets.gguf_header import SUFFIX, is_gguf, read_gguf_header
 from draftworks.targets.gguf_model import count_bytes, describe_model
@@ -34,7 +34,15 @@ _SPARE_BYTES = 100_000_000
 
 
 class NotConvertedError(ConfigError):
-    """A GGUF file is not dequantised yet; whoever may pay for it calls `ensure_converted`."""
+    """A GGUF file is not dequantised yet; whoever may pay for it calls `ensure_converted`.
+
+    Attributes:
+        identity: digest of the file's content and of how it would be dequantised.
+    """
+
+    def __init__(self, message: str, identity: str) -> None:
+        super().__init__(message)
+        self.identity = identity
 
 
 def locate_gguf(model: str, registry: Registry, where: str) -> Path:
@@ -61,7 +69,8 @@ def find_converted(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     folder = _locate_folder(path, registry, digests)
     if not folder.is_dir():
         raise NotConvertedError(
-            f"{where}: {path} is not dequantised yet: a run does it first, and so does draftworks check --target {spec.name}"
+            f"{where}: {path} is not dequantised yet: a run does it first, and so does draftworks check --target {spec.name}",
+            folder.name,
         )
     return folder
 
@@ -77,7 +86,7 @@ def ensure_converted(spec: TargetSpec, registry: Registry, digests: FileDigests,
             missing.
         StoreError: the file is damaged, the disk has no room, or the process ended without a result.
     """
-    if spec.is_hub or not is_gguf(spec.model):
+    if not names_gguf(spec):
         return
     path = locate_gguf(spec.model, registry, f"target {spec.name}: model")
     folder = _locate_folder(path, registry, digests)
@@ -105,6 +114,33 @@ def ensure_converted(spec: TargetSpec, registry: Registry, digests: FileDigests,
             f"{path}: takes {needed / 1e9:.1f} GB dequantised, and {folder.parent} has {free / 1e9:.1f} GB: make room"
         )
     _run_program(path, folder, say)
+
+
+def identify_gguf(spec: TargetSpec, registry: Registry, digests: FileDigests) -> str:
+    """Return the digest of a target's GGUF file and of how it is dequantised. Raises ConfigError if there is no such file."""
+    return _locate_folder(locate_gguf(spec.model, registry, f"target {spec.name}: model"), registry, digests).name
+
+
+def list_models(registry: Registry) -> frozenset[str] | None:
+    """Return the folders that targets' GGUF files are dequantised into, whether they exist; None if that is not known.
+
+    It is not known of a broken entry, an absent file, and one that has to be read for its digest.
+    """
+    digests = RememberedDigests(registry.resolve_var_folder() / "digests.json")
+    found = set()
+    for name in registry.list_targets_with(SUFFIX):
+        try:
+            spec = registry.read_target(name)
+            if names_gguf(spec):
+                found.add(identify_gguf(spec, registry, digests))
+        except (DigestNotCached, DraftworksError):
+            return None
+    return frozenset(found)
+
+
+def names_gguf(spec: TargetSpec) -> bool:
+    """Whether a target's model is a GGUF file."""
+    return not spec.is_hub and is_gguf(spec.model)
 
 
 def _locate_folder(path: Path, registry: Registry, digests: FileDigests) -> Path:

@@ -2,7 +2,8 @@
 
 `tokenizer.ggml.pre` names how text is cut before merges apply. The expressions of each kind, whether a whole piece that is
 a token skips the merges, and whether a text begins with bos are those of llama.cpp (`llm_tokenizer_bpe` and
-`llama_vocab::impl::load` in src/llama-vocab.cpp, 2026). Nothing is normalised, as llama.cpp does not.
+`llama_vocab::impl::load` in src/llama-vocab.cpp, 2026). Nothing is normalised, as llama.cpp does not. A SentencePiece
+vocabulary (`tokenizer.ggml.model: llama`) has scores in place of merges, and is not cut.
 """
 
 from __future__ import annotations
@@ -77,17 +78,32 @@ _ENDS = frozenset(
 """Control tokens at which llama.cpp ends an answer, whatever the file's ids say."""
 _STATED_ENDS = ("eos", "eot", "eom")
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_SENTENCE_PIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 _KEY = "tokenizer.ggml."
 
 
 def require_tokenizer(header: GgufHeader) -> None:
     """Raise ConfigError if no tokenizer can be made of the metadata: another kind of vocabulary, or of cutting text."""
-    _find_pre_tokenizer(header)
+    pieces = _is_sentence_piece(header)
+    if not pieces:
+        _find_pre_tokenizer(header)
     tokens, merges = _find_list(header, "tokens"), _find_list(header, "merges")
-    if not tokens or not merges:
-        raise ConfigError(f"{header.path}: has no {'merges' if tokens else 'vocabulary'}{_ADVICE}")
+    ranks = _find_list(header, "scores") if pieces else merges
+    if not tokens or not ranks or (pieces and len(ranks) != len(tokens)):
+        told = "no vocabulary" if not tokens else "no scores for its tokens" if pieces else "no merges"
+        raise ConfigError(f"{header.path}: has {told}{_ADVICE}")
     if len(set(tokens)) < len(tokens):
         raise ConfigError(f"{header.path}: its vocabulary has {len(tokens) - len(set(tokens))} tokens twice{_ADVICE}")
+    if pieces:
+        return
+    known = set(tokens)
+    strange = next((each for each in merges if "".join(_split_merge(header, each)) not in known), None)
+    if strange is not None:
+        raise ConfigError(f"{header.path}: the merge {strange!r:.40} gives no token{_ADVICE}")
+
+
+def _is_sentence_piece(header: GgufHeader) -> bool:
+    return header.metadata.get(f"{_KEY}model") == "llama"
 
 
 _ADVICE = ": name the folder of this model's tokenizer.json as `tokenizer` of the target"
@@ -135,14 +151,15 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
 
 def write_generation_config(header: GgufHeader, folder: Path) -> None:
     """Write generation_config.json: the tokens at which llama.cpp ends an answer, ascending."""
-    ids = {f"{name}_token_id": header.metadata.get(f"{_KEY}{key}_token_id") for name, key in _SPECIAL.items()}
+    ids = {f"{name}_token_id": _find_id(header, key) for name, key in _SPECIAL.items()}
     found = {name: each for name, each in ids.items() if each is not None and name != "unk_token_id"}
     _write_json(folder / "generation_config.json", {**found, "eos_token_id": list_ends(header)})
 
 
 def list_ends(header: GgufHeader) -> list[int]:
     """Return the ids that end an answer, ascending: those that the file states, and control tokens known for it."""
-    stated = {header.metadata.get(f"{_KEY}{name}_token_id") for name in _STATED_ENDS} - {None}
+    ids = [_find_id(header, name) for name in _STATED_ENDS]
+    stated = {each for each in ids if each is not None}
     kinds = _find_list(header, "token_type")
     known = {
         number
@@ -159,34 +176,77 @@ def list_ends(header: GgufHeader) -> list[int]:
 
 def _make_tokenizer(header: GgufHeader) -> dict[str, Any]:
     """Return tokenizer.json as the library `tokenizers` 0.22 reads it."""
-    cut, tokens = _find_pre_tokenizer(header), _find_list(header, "tokens")
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": list(_make_added(_find_list(header, "tokens"), _find_list(header, "token_type"))),
+        "post_processor": _make_post_processor(header),
+        **(_make_sentence_piece(header) if _is_sentence_piece(header) else _make_byte_level(header)),
+    }
+
+
+def _make_byte_level(header: GgufHeader) -> dict[str, Any]:
+    cut = _find_pre_tokenizer(header)
     splits = [
         {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
         for each in cut.expressions
     ]
     in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    merges = [_split_merge(header, each) for each in _find_list(header, "merges")]
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": list(_make_added(tokens, _find_list(header, "token_type"))),
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, in_bytes]},
-        "post_processor": _make_post_processor(header),
         "decoder": {**in_bytes, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": cut.ignore_merges,
-            "vocab": {token: number for number, token in enumerate(tokens)},
-            "merges": [_split_merge(header, each) for each in _find_list(header, "merges")],
-        },
+        "model": _make_bpe(_find_list(header, "tokens"), merges, ignore_merges=cut.ignore_merges),
     }
+
+
+def _make_sentence_piece(header: GgufHeader) -> dict[str, Any]:
+    """Return the parts of a SentencePiece tokenizer: blanks are `▁`, one is put in front, unknown letters are bytes."""
+    tokens, prefix = _find_list(header, "tokens"), header.metadata.get(f"{_KEY}add_space_prefix", True)
+    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    first, last = {"type": "Prepend", "prepend": "▁"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    merges = _derive_merges(tokens, _find_list(header, "scores"))
+    unknown = {"unk_token": _find_token(header, "unknown"), "fuse_unk": True, "byte_fallback": True}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [first, blanks] if prefix else [blanks]},
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *([last] if prefix else [])],
+        },
+        "model": _make_bpe(tokens, merges, **unknown),
+    }
+
+
+def _make_bpe(tokens: Iterable[str], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": merges,
+        **options,
+    }
+
+
+def _derive_merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
+    """Return the merges that lead to each token, of the highest score first: llama.cpp joins neighbours by it."""
+    known = {token: number for number, token in enumerate(tokens)}
+    found = [
+        (-score, known[token[:cut]], known[token[cut:]])
+        for token, score in zip(tokens, scores)
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    return [[tokens[left], tokens[right]] for _, left, right in sorted(found)]
 
 
 def _split_merge(header: GgufHeader, merge: str) -> list[str]:
@@ -226,13 +286,21 @@ def _make_post_processor(header: GgufHeader) -> dict[str, Any] | None:
 def _adds(header: GgufHeader, name: str) -> bool:
     """Whether a text is surrounded by bos or eos: as the file says, else as its kind of cutting has it."""
     stated = header.metadata.get(f"{_KEY}add_{name}_token")
-    wanted = stated if isinstance(stated, bool) else name == "bos" and _find_pre_tokenizer(header).add_bos
+    by_kind = _is_sentence_piece(header) or _find_pre_tokenizer(header).add_bos
+    wanted = stated if isinstance(stated, bool) else name == "bos" and by_kind
     return wanted and _find_token(header, name) is not None
 
 
+def _find_id(header: GgufHeader, name: str) -> int | None:
+    """Return the id of a special token: the file's, or llama.cpp's default for a SentencePiece vocabulary."""
+    default = _SENTENCE_PIECE_IDS.get(name) if _is_sentence_piece(header) else None
+    found = header.metadata.get(f"{_KEY}{name}_token_id", default)
+    return found if isinstance(found, int) else None
+
+
 def _find_token(header: GgufHeader, name: str) -> str | None:
-    number, tokens = header.metadata.get(f"{_KEY}{name}_token_id"), _find_list(header, "tokens")
-    return tokens[number] if isinstance(number, int) and number < len(tokens) else None
+    number, tokens = _find_id(header, name), _find_list(header, "tokens")
+    return tokens[number] if number is not None and number < len(tokens) else None
 
 
 def _write_json(path: Path, value: Any) -> None:

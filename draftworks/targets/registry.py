@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.draft_options import read_draft_config
 from draftworks.config.launchers import LauncherSpec, merge_launcher
+from draftworks.config.operations import DeploymentSpec
 from draftworks.config.registry_files import (
     DatasetSpec,
     EvalSpec,

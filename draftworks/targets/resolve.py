@@ -15,9 +15,8 @@ from draftworks.storage.files import read_json
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import FileDigests, digest
 from draftworks.storage.words import list_fitting, suggest
-from draftworks.targets.gguf_header import is_gguf
 from draftworks.targets.gguf_model import read_gguf_sizes
-from draftworks.targets.gguf_store import find_converted, locate_gguf
+from draftworks.targets.gguf_store import find_converted, identify_gguf, locate_gguf, names_gguf
 from draftworks.targets.registry import Registry
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -50,7 +49,7 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
             usual fields, or a `max_length` beyond the model's context.
         NotConvertedError: a GGUF file that is not dequantised yet.
     """
-    if is_gguf(spec.model) and spec.revision is None:
+    if names_gguf(spec):
         model = str(find_converted(spec, registry, digests))
     else:
         model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
@@ -89,6 +88,22 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     )
 
 
+def identify_inputs(spec: TargetSpec, registry: Registry, digests: FileDigests) -> list[str | None]:
+    """Return digests of a target's model and tokenizer; of a GGUF file its own, which is known before it is dequantised.
+
+    Raises:
+        ConfigError: as `resolve_target`.
+    """
+    if not names_gguf(spec):
+        files = resolve_target(spec, registry, digests)
+        return [files.digest, files.tokenizer_digest]
+    template, tokenizer = _locate_template(spec, registry), None
+    if spec.tokenizer:
+        folder = _locate(spec.tokenizer, spec.tokenizer_revision, registry, f"target {spec.name}: tokenizer")
+        tokenizer = _digest_tokenizer(folder, spec.tokenizer_revision, None, digests)
+    return [identify_gguf(spec, registry, digests), tokenizer, None if template is None else digests.of_file(template)]
+
+
 @dataclass(frozen=True)
 class TargetShape:
     """Sizes of a target's model that its config.json names."""
@@ -105,7 +120,7 @@ def read_shape(spec: TargetSpec, registry: Registry) -> TargetShape:
         StoreError: a GGUF file that cannot be read.
     """
     where = f"target {spec.name}: model"
-    if is_gguf(spec.model) and spec.revision is None:
+    if names_gguf(spec):
         sizes = read_gguf_sizes(locate_gguf(spec.model, registry, where))
         return TargetShape(sizes.num_layers, sizes.hidden_size)
     model = _locate(spec.model, spec.revision, registry, where)

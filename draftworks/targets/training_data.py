@@ -1,8 +1,13 @@
-"""The data that a target's drafts are trained and measured on, and its identities. Torch-free; no row is parsed."""
+"""What a target's drafts need together: data to train and measure on, with its identities; taps; the size of a vocabulary.
+
+Torch-free; no row is parsed.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ from typing import Any
 from draftworks.config.data import ResponseSpec
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, TargetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.strategies import list_strategies
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.data.growing_files import digest_head
 from draftworks.data.slices import SlicePlan, read_plan
 from draftworks.data.sources import digest_dataset, find_dataset_files
@@ -212,3 +217,47 @@ def _list_default_strategies() -> set[str]:
 def describe_new_strategy(strategy: str) -> str:
     """Return what to do about a strategy that no entry named when the code location was loaded."""
     return f"strategy {strategy} is new to this code location: reload it (in the UI under Deployment)"
+
+
+def collect_taps(target: TargetSpec, num_layers: int) -> list[int]:
+    """Return the hf_index of every tap that any strategy of the target needs, ascending and without duplicates.
+
+    Raises:
+        ConfigError: a strategy's taps lie outside the target or collide.
+    """
+    taps: set[int] = set()
+    for name, entry in target.strategies.items():
+        strategy = resolve_strategy(name)
+        options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
+        with name_target_in_errors(target):
+            taps.update(tap.hf_index for tap in strategy.taps(num_layers, options))
+    return sorted(taps)
+
+
+def resolve_draft_vocab_size(target: TargetSpec) -> int | None:
+    """Return the size of the reduced vocabulary that the target's strategies share; None if none of them has one.
+
+    Raises:
+        ConfigError: two strategies of the target ask for different sizes.
+    """
+    sizes: dict[str, int] = {}
+    for name, entry in target.strategies.items():
+        strategy = resolve_strategy(name)
+        if strategy.uses_vocab_mapping:
+            options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
+            sizes[name] = options.draft_vocab_size
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(
+            f"target {target.name}: strategies share one draft vocabulary, but ask for sizes {sizes}. "
+            "Set the same options.draft_vocab_size for all of them"
+        )
+    return next(iter(sizes.values()), None)
+
+
+@contextmanager
+def name_target_in_errors(target: TargetSpec) -> Iterator[None]:
+    """Prefix a ConfigError raised inside with the target's name; a strategy's own error names only the strategy."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"target {target.name}: {error}") from error

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.files import cache_json, read_json
-from draftworks.storage.identity import digest
-from draftworks.storage.installed import read_version
+from draftworks.storage.identity import digest, read_version
 from draftworks.storage.words import list_names
 from draftworks.targets.safetensors_headers import (
     INDEX,

@@ -11,7 +11,7 @@ from draftworks.drafts.strategy import StepContext
 from draftworks.errors import DataError
 from draftworks.evaluation.evaluator import EvaluationStopped
 from draftworks.evaluation.result import EvalResult
-from draftworks.features.training_loader import TrainingLoader
+from draftworks.features.loader import TrainingLoader
 from draftworks.training.history import EvalPoint, History, Session, StepListener, TrainingObserver, TrainPoint
 from draftworks.training.optimizer import StepResult, TrainerCore
 from draftworks.training.resume import Checkpointer, ResumeState, TrainingProgress

@@ -22,8 +22,7 @@ from draftworks.errors import ConfigError
 from draftworks.evaluation.evaluator import Evaluator
 from draftworks.evaluation.ladder.replay import forward_with_replay
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, EvalResult
-from draftworks.features.loader import FeatureDataLoader
-from draftworks.features.training_loader import TrainingLoader
+from draftworks.features.loader import FeatureDataLoader, TrainingLoader
 from draftworks.training.backend import SingleTrainingBackend, TrainingBackend
 from draftworks.training.checkpoint_files import read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.config.deployment import DeploymentSpec
-from draftworks.config.operations import BudgetSpec
+from draftworks.config.operations import BudgetSpec, DeploymentSpec
 from draftworks.config.strict_yaml import parse_spec
 from draftworks.errors import ConfigError
 from draftworks.targets.registry import Registry

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from draftworks.config.deployment import DeploymentSpec
-from draftworks.config.operations import EVENT_KINDS, NotificationSpec
+from draftworks.config.operations import EVENT_KINDS, DeploymentSpec, NotificationSpec
 
 
 @pytest.mark.parametrize(

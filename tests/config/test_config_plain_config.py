@@ -12,7 +12,7 @@ from model_families import FAMILIES
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from draftworks.config.plain_config import PlainConfig, read_plain_config
+from draftworks.data.target_files import PlainConfig, read_plain_config
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "vocab_size": 99}
 SAVED = {

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from draftworks.config.deployment import DeploymentSpec
-from draftworks.config.plain_errors import LONGEST, _find_models_in
+from draftworks.config.base import LONGEST, _find_models_in
+from draftworks.config.operations import DeploymentSpec
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, TargetSpec
 from draftworks.config.strategies import list_option_models
 from draftworks.config.strict_yaml import describe_validation_error

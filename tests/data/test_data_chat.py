@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from thinking import THINKING_TEMPLATE, thinking_target
 from transformers import AutoTokenizer
 
-from draftworks.config.plain_config import read_plain_config
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn
+from draftworks.data.target_files import read_plain_config
 from draftworks.data.tokenized import TokenRow
 from draftworks.data.tokenizing import encode_own_answers
 from draftworks.errors import ConfigError, DataError

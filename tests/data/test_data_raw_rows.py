@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.conversations import ROLES, Conversation, Turn, read_conversations, write_conversations
-from draftworks.data.raw_rows import RawRow, Rejection, read_rows
+from draftworks.data.datasets import RawRow, Rejection, read_rows
 from draftworks.data.sources import find_files
 from draftworks.errors import DataError, StoreError
 

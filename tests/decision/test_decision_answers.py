@@ -9,8 +9,7 @@ import pytest
 from decision_toys import NOW, decided
 from kill_points import killed_before
 
-from draftworks.decision.answers import AnswerFile
-from draftworks.decision.record import Choice, save_decision
+from draftworks.decision.record import AnswerFile, Choice, save_decision
 from draftworks.errors import StoreError
 
 MAX_CHANGES = 200

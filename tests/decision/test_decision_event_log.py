@@ -10,7 +10,7 @@ from decision_toys import NOW
 from kill_points import killed_before
 from pydantic import TypeAdapter
 
-from draftworks.decision.answers import Hold, open_log
+from draftworks.decision.record import Hold, open_log
 from draftworks.errors import StoreError
 from draftworks.storage.event_log import EventLog
 

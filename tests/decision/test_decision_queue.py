@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.config.operations import BudgetSpec
-from draftworks.decision.answers import Answer, Answers, Hold
 from draftworks.decision.budget import Charge, Ledger, Outcome
 from draftworks.decision.queue import Action, FleetState, Step, TargetState, plan_actions
-from draftworks.decision.record import Choice
+from draftworks.decision.record import Answer, Answers, Choice, Hold
 
 CHOICES = st.sampled_from([Choice.KEEP, Choice.TUNE, Choice.RETRAIN, Choice.UNDECIDED])
 

@@ -23,9 +23,12 @@ from gloo_ranks import on_ranks
 from processes import wait_until_ended
 from waiting import wait_until
 
-from draftworks.data.tokenizer_files import CpuTimeExceeded, limit_cpu_time
+from draftworks.data.target_files import CpuTimeExceeded, limit_cpu_time
 from draftworks.distributed import stop_signals
 from draftworks.distributed.collectives import (
+    Decision,
+    Verdict,
+    agree,
     find_interface,
     gather_from_ranks,
     max_over_ranks,
@@ -33,7 +36,6 @@ from draftworks.distributed.collectives import (
     resolve_device,
     sum_over_ranks,
 )
-from draftworks.distributed.decisions import Decision, Verdict, agree
 from draftworks.errors import ConfigError, StoreError
 
 

@@ -154,7 +154,7 @@ def test_commands_named_in_the_text_exist(path: Path):
 def registry(tmp_path_factory) -> Path:
     """A copy, whose results are beside it."""
     folder = tmp_path_factory.mktemp("site") / "registry"
-    shutil.copytree(ROOT / "registry", folder, ignore=shutil.ignore_patterns("data"))
+    shutil.copytree(ROOT / "registry", folder, ignore=shutil.ignore_patterns("data", "*.gguf"))
     return folder
 
 

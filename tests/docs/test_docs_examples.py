@@ -10,7 +10,7 @@ import pytest
 import yaml
 from documents import ROOT, Block, blocks
 
-from draftworks.config.deployment import DeploymentSpec
+from draftworks.config.operations import DeploymentSpec
 from draftworks.config.registry_files import DatasetSpec, EvalSpec, Spec, TargetSpec
 from draftworks.config.strategies import PLUGINS, resolve_strategy
 from draftworks.config.strict_yaml import load_yaml

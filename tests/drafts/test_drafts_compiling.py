@@ -14,7 +14,7 @@ from coverings import gate_or_long
 from objective_toys import HIDDEN, Case, strategy_of
 from torch import fx
 
-from draftworks.drafts import flex
+from draftworks.drafts import attention
 from draftworks.drafts.layers import compile_for_many_kinds
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
@@ -92,8 +92,8 @@ def test_flex_that_cannot_be_compiled_says_why(monkeypatch, caplog, fault):
     def failing(*_args):
         raise fault
 
-    monkeypatch.setattr(flex, "_flex_equals_sdpa", failing)
+    monkeypatch.setattr(attention, "_flex_equals_sdpa", failing)
     with caplog.at_level(logging.WARNING):
-        assert not flex.flex_works.__wrapped__(torch.device("cuda"), torch.bfloat16, 128)
+        assert not attention.flex_works.__wrapped__(torch.device("cuda"), torch.bfloat16, 128)
     assert type(fault).__name__ in caplog.text
     assert "using sdpa, which is slower" in caplog.text

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftworks.config.decoding import Decoding
-from draftworks.drafts.acceptance import find_served_targets, measure_acceptance, name_served_sums
 from draftworks.drafts.logit_losses import (
     BLOCK,
     SoftLabels,
@@ -35,7 +34,14 @@ from draftworks.drafts.objectives import (
     MeanLogAcceptance,
     Objective,
 )
-from draftworks.drafts.sampling import distribution, find_outcomes, find_target_distribution
+from draftworks.drafts.sampling import (
+    distribution,
+    find_outcomes,
+    find_served_targets,
+    find_target_distribution,
+    measure_acceptance,
+    name_served_sums,
+)
 from draftworks.drafts.strategy import Proposal
 
 STEP = 1

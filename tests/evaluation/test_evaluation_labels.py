@@ -28,10 +28,10 @@ from draftworks.evaluation.evaluator import Evaluator, collate_labels, count_lab
 from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.contracts import FeatureStore, SampleRef, TrainBatch
-from draftworks.features.joined_store import JoinedStore
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.wrapped_store import JoinedStore
 from draftworks.strategies.eagle3.options import Eagle3Options
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 

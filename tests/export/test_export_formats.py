@@ -23,13 +23,12 @@ from transformers import LlamaConfig, Qwen3Config
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export import exporting
-from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.checkpoint_files import CONFIG, INDEX, WEIGHTS, read_checkpoint
+from draftworks.export.canonical import CONFIG, INDEX, WEIGHTS, CanonicalDraft, read_checkpoint
+from draftworks.export.conventions import from_format, to_format
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import choose_formats, export_draft
 from draftworks.export.gates import compare_with_reader
 from draftworks.export.importing import import_draft
-from draftworks.export.layer_ids import from_format, to_format
 from draftworks.storage.identity import LayerTap
 
 
@@ -317,7 +316,7 @@ def test_an_unknown_format_is_answered_with_the_closest_ones():
 
 
 def test_layer_ids_need_no_torch():
-    code = "import sys, draftworks.export.layer_ids; sys.exit('torch' in sys.modules)"
+    code = "import sys, draftworks.export.conventions; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

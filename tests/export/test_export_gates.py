@@ -24,12 +24,11 @@ from export_toys import FORMATS, Toys
 from draftworks.config.strategies import register_strategy, resolve_export, resolve_strategy
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError
-from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.checkpoint_files import read_checkpoint
+from draftworks.export.canonical import CanonicalDraft, read_checkpoint
+from draftworks.export.conventions import GATE_MEANINGS, READABLE
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
 from draftworks.export.gates import GATES, ExportedDraft, GateResult, check_export, run_gate
-from draftworks.export.names import GATE_MEANINGS, READABLE
 from draftworks.strategies.eagle3.options import EAGLE3
 
 Config = dict[str, Any]

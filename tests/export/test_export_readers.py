@@ -43,9 +43,8 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import ExportResult, export_draft
 from draftworks.export.gates import open_export
 from draftworks.export.importing import import_draft
-from draftworks.export.readers.files import ExportFolder
-from draftworks.export.readers.reader import ExportReader, TargetTensors
-from draftworks.export.readers.rope import RopeTable, read_rope
+from draftworks.export.readers.arithmetic import RopeTable, read_rope
+from draftworks.export.readers.reader import ExportFolder, ExportReader, TargetTensors
 from draftworks.strategies.dflash.reader import DFlashReader
 
 

@@ -27,7 +27,7 @@ from draftworks.export.speculators_features import (
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import FeatureSetIdentity, FeatureSetManifest, make_manifest
-from draftworks.features.scaled_fp8 import decode_features, encode_stream
+from draftworks.features.tensor_bytes import decode_features, encode_stream
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, EPS = 64, 1e-6

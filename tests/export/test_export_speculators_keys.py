@@ -13,9 +13,9 @@ from export_toys import FORMATS, Toys
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
+from draftworks.export.config_keys import read_proposed_tokens
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
-from draftworks.export.speculators_keys import read_proposed_tokens
 
 READ_BY_VLLM = {"eagle3", "peagle", "dflash", "dflash2", "dspark"}
 """`SUPPORTED_SPECULATORS_TYPES` of 0.32.0 and 0.33.0."""

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.export.exporting import export_draft
-from draftworks.strategies.mtp.loss import next_token_losses
+from draftworks.strategies.mtp.model import next_token_losses
 
 pytestmark = pytest.mark.speculators
 

@@ -15,8 +15,7 @@ from speculators_judge import Case, Question
 from torch import Tensor
 
 from draftworks.drafts.documents import ActivePositions, Documents
-from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.checkpoint_files import WEIGHTS
+from draftworks.export.canonical import WEIGHTS, CanonicalDraft
 from draftworks.export.exporting import export_draft
 from draftworks.export.gates import open_export
 from draftworks.export.importing import import_draft

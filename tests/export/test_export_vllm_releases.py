@@ -13,9 +13,9 @@ import pytest
 from export_toys import FORMATS, Toys
 from vllm_wheels import fetch_config_modules
 
+from draftworks.export.conventions import RELEASES, VllmRelease, is_read, is_served_alone, name_releases
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
-from draftworks.export.vllm_releases import RELEASES, VllmRelease, is_read, is_served_alone, name_releases
 
 WORKER = Path(__file__).with_name("vllm_config_worker.py")
 OF_SPECULATORS = [name for name in FORMATS if name.startswith("speculators_")]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from draftworks.features.feature_cache import FeatureCache
-from draftworks.features.object_shard import encode_shard
-from draftworks.features.sample_bytes import SampleBytes
+from draftworks.features.object_shard import SampleBytes, encode_shard
 
 SIZE = 1 << 10
 

@@ -9,7 +9,7 @@ import torch
 from features_toys import ToyTokens, filled_store, toy_ref
 
 from draftworks.errors import StoreError
-from draftworks.features.joined_store import JoinedStore
+from draftworks.features.wrapped_store import JoinedStore
 
 
 def test_tokens_are_added_to_features(tmp_path: Path):

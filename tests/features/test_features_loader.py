@@ -10,8 +10,8 @@ import torch
 from features_toys import CountingStore, ToyTokens, filled_store, pad_collate, toy_tensors
 
 from draftworks.errors import StoreError
-from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
+from draftworks.features.wrapped_store import JoinedStore
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from draftworks.features.contracts import SampleRef
 from draftworks.features.mooncake_objects import HEAD_BYTES, MooncakeObjects
 from draftworks.features.mooncake_store import MooncakeFeatureStore
 from draftworks.features.sample_folder import sample_key
+from draftworks.mooncake.address import Code
 from draftworks.mooncake.client import MooncakeClient
-from draftworks.mooncake.library import Code
 from draftworks.mooncake.service import MooncakeService
 
 pytestmark = pytest.mark.mooncake

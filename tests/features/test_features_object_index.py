@@ -14,8 +14,7 @@ from store_keyed_contract import keys_of
 
 from draftworks.errors import StoreError
 from draftworks.features.object_feature_store import ObjectFeatureStore
-from draftworks.features.object_index import IndexChange, ObjectIndex
-from draftworks.features.object_shard import encode_shard, header_from_json, header_to_json
+from draftworks.features.object_shard import IndexChange, ObjectIndex, encode_shard, header_from_json, header_to_json
 from draftworks.features.shards import read_header
 from draftworks.storage.object_store import ObjectStore
 

@@ -10,9 +10,8 @@ from features_toys import filled_store
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import assert_no_tensors
-from draftworks.features.manifest import MANIFEST, FeatureSetIdentity, write_feature_set
-from draftworks.features.offline_manifest import OfflineManifestReader
-from draftworks.features.read_only_store import ReadOnlyFeatureStore
+from draftworks.features.manifest import MANIFEST, FeatureSetIdentity, OfflineManifestReader, write_feature_set
+from draftworks.features.wrapped_store import ReadOnlyFeatureStore
 
 
 @pytest.fixture

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError, DataError
 from draftworks.features.contracts import FeatureSpec, SampleRef
-from draftworks.features.packed_schedule import PackedEvaluationSchedule, PackedTrainSchedule
-from draftworks.features.packing import PackLimits, fill_share, pack_rows, require_lengths
-from draftworks.features.schedule import MicroBatch, PaddedTrainSchedule
+from draftworks.features.schedule import (
+    MicroBatch,
+    PackedEvaluationSchedule,
+    PackedTrainSchedule,
+    PackLimits,
+    PaddedTrainSchedule,
+    fill_share,
+    pack_rows,
+    require_lengths,
+)
 
 GENERATOR = np.random.default_rng(0)
 CUT_AT_128 = tuple(np.minimum(GENERATOR.integers(33, 190, 977), 128).tolist())

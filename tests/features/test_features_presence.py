@@ -9,7 +9,7 @@ from features_toys import filled_store
 
 from draftworks.config.run_files import StoreSpec
 from draftworks.features.manifest import MANIFEST, REFS, FeatureSetIdentity, write_feature_set
-from draftworks.features.presence import holds_feature_set
+from draftworks.features.open_store import holds_feature_set
 
 
 @pytest.fixture

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.features.contracts import SampleRef, TrainBatch
-from draftworks.features.joined_store import JoinedStore
-from draftworks.features.packed_schedule import PackedTrainSchedule
-from draftworks.features.packing import PackLimits
-from draftworks.features.queue_loader import QueueDataLoader, packed_steps, padded_steps
-from draftworks.features.schedule import PaddedTrainSchedule
+from draftworks.features.loader import QueueDataLoader, packed_steps, padded_steps
+from draftworks.features.schedule import PackedTrainSchedule, PackLimits, PaddedTrainSchedule
+from draftworks.features.wrapped_store import JoinedStore
 
 SIZE = 4
 

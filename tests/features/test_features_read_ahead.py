@@ -12,7 +12,7 @@ from waiting import wait_until
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.features.read_ahead import ReadAhead
+from draftworks.features.feature_cache import ReadAhead
 
 SIZE = 100
 

@@ -8,7 +8,7 @@ import pytest
 from features_toys import filled_store, toy_ref, toy_tensors
 
 from draftworks.errors import StoreError
-from draftworks.features.read_only_store import ReadOnlyFeatureStore
+from draftworks.features.wrapped_store import ReadOnlyFeatureStore
 
 
 def tree(root: Path) -> dict[str, tuple[int, int]]:

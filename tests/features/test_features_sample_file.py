@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draftworks.errors import StoreError
-from draftworks.features.sample_file import SampleHeader, read_sample_header, read_tensor, seal, write_sample
+from draftworks.features.sample_folder import SampleHeader, read_sample_header, read_tensor, seal, write_sample
 
 TENSORS = {"flags": torch.tensor([True, False, True]), "last": torch.arange(6.0).view(2, 3), "none": torch.empty(0, 4)}
 ZEROS = "0" * 64

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureSpec, SampleRef
-from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.features.rounded_store import RoundedStore
-from draftworks.features.scaled_fp8 import (
+from draftworks.features.tensor_bytes import (
     MIN_SCALE,
     SCALE_BYTES,
     decode_features,
@@ -24,6 +22,7 @@ from draftworks.features.scaled_fp8 import (
     encode_stream,
     make_random_stored,
 )
+from draftworks.features.wrapped_store import JoinedStore, RoundedStore
 
 
 def round_trip(stream: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

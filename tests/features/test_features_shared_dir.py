@@ -17,7 +17,7 @@ from draftworks.errors import StoreError
 from draftworks.features import sample_folder
 from draftworks.features.contracts import SampleRef
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
-from draftworks.features.sample_file import seal
+from draftworks.features.sample_folder import seal
 from draftworks.storage.identity import canonical_json
 
 

@@ -11,10 +11,9 @@ from store_harness import FileHarness, put
 from store_keyed_contract import PruningContract
 
 from draftworks.features.contracts import SampleRef
-from draftworks.features.joined_store import JoinedStore
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.features.read_only_store import ReadOnlyFeatureStore
+from draftworks.features.wrapped_store import JoinedStore, ReadOnlyFeatureStore
 
 TOKENS = ToyTokens([toy_ref(index) for index in range(500)])
 

@@ -8,9 +8,8 @@ from gpu_toys import gpu_only
 from torch import Tensor
 
 from draftworks.drafts.anchors import Blocks, place_blocks
-from draftworks.drafts.attention import DraftAttention, KeyValue, Window
+from draftworks.drafts.attention import DraftAttention, KeyValue, Window, flex_works
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.flex import flex_works
 from draftworks.strategies.eagle3.attention import (
     fused_kernel_works,
     fused_ttt_attention,

@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from draftworks.config.base import Spec
 from draftworks.config.capture import CaptureSpec, CustomEngineSpec, ServerSpec, SGLangSpec, StartedServer
 from draftworks.config.data import EndpointSpec, MixSpec, RedactionSpec, ResponseSpec, ServedSpec
-from draftworks.config.deployment import DeploymentSpec
 from draftworks.config.features import (
     BucketAccess,
     ControlSpec,
@@ -34,6 +33,7 @@ from draftworks.config.launchers import KINDS
 from draftworks.config.operations import (
     BudgetSpec,
     DecisionSpec,
+    DeploymentSpec,
     NotificationSpec,
     ObservationSpec,
     ObservedServerSpec,

@@ -74,7 +74,7 @@ def test_the_engine_never_imports_dagster_or_the_rooms_around_it():
 def test_what_runs_in_a_serving_environment_needs_nothing_it_lacks():
     import sys
 
-    hook = [ENGINE / "sglang" / f"{name}.py" for name in ("hook", "mooncake_parts", "parts", "spool")]
+    hook = [ENGINE / "sglang" / f"{name}.py" for name in ("hook", "mooncake_parts", "spool")]
     for path in [*(ENGINE / "features").rglob("*.py"), *(ENGINE / "mooncake").rglob("*.py"), *hook]:
         roots = {name.split(".")[0] for name in imported_modules(path)} - set(sys.stdlib_module_names)
         assert roots <= SERVING_DEPENDENCIES, f"{path} imports {roots - SERVING_DEPENDENCIES}"

@@ -62,7 +62,7 @@ SAYS_SO = {
     "draftworks/fleet/comparison_page.py": "the title",
     "draftworks/fleet/leaderboard.py": "the title",
     "draftworks/planning/rates.py": "measurements that are read, not shown",
-    "draftworks/preflight/gates.py": "a digest",
+    "draftworks/preflight/plausible_values.py": "a digest",
     "draftworks/preflight/data_checks.py": "the begin of a text",
     "draftworks/data/served/loading.py": "`files_not_listed` beside it",
     "draftworks/notifications/channels.py": "the last line",

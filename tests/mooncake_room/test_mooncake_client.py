@@ -20,8 +20,8 @@ from torch import Tensor
 from waiting import growing_limits, wait_until
 
 from draftworks.errors import StoreError, StoreLostError
+from draftworks.mooncake.address import Code
 from draftworks.mooncake.client import MooncakeClient, Region
-from draftworks.mooncake.library import Code
 from draftworks.mooncake.service import MooncakeService
 
 pytestmark = pytest.mark.mooncake

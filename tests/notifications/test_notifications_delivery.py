@@ -14,7 +14,7 @@ from draftworks.config.operations import NotificationSpec
 from draftworks.errors import ConfigError, StoreError
 from draftworks.notifications.channels import GIVE_UP_S, Channels, resolve_address, send_test
 from draftworks.notifications.outbox import Outbox
-from draftworks.service.json_post import Posted
+from draftworks.storage.http_call import Posted
 
 TOKEN = "T000/B000/s3cr3t"
 DOWN = Posted("", "cannot be reached")

@@ -9,10 +9,9 @@ import pytest
 from notification_toys import Desk, webhook
 from service_toys import STRATEGY, TARGET, record, served
 
-from draftworks.decision.answers import AnswerFile
-from draftworks.decision.record import Choice, Costs, Decision, Margins, save_decision
+from draftworks.decision.record import AnswerFile, Choice, Costs, Decision, Margins, save_decision
 from draftworks.errors import StoreError
-from draftworks.notifications.bookmark import FILE, find_bookmark
+from draftworks.notifications.outbox import FILE, find_bookmark
 from draftworks.service.register import Canary, InService, ServiceRegister
 
 DECISION = Decision(

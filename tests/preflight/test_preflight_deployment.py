@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from draftworks.config.deployment import DeploymentSpec
+from draftworks.config.operations import DeploymentSpec
 from draftworks.errors import ConfigError, DataError
 from draftworks.preflight import drafts, sample
 from draftworks.preflight import examine as examination

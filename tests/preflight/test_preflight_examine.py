@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from draftworks.config.registry_files import TargetSpec
-from draftworks.drafts import weight_files
+from draftworks.drafts import target_parts
 from draftworks.preflight import sample_rows
 from draftworks.preflight.examine import examine_entry
 from draftworks.preflight.findings import Finding, Findings
@@ -245,7 +245,7 @@ def test_object_storage_without_keys_is_an_error(fleet, monkeypatch):
 
 def test_no_weights_are_read_and_nothing_is_allocated(fleet, monkeypatch):
     read, made = [], []
-    monkeypatch.setattr(weight_files, "_open", lambda path: read.append(path))
+    monkeypatch.setattr(target_parts, "_open", lambda path: read.append(path))
     plain = torch.nn.Module.__init__
 
     def watched(self, *args, **kwargs):

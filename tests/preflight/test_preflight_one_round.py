@@ -281,7 +281,7 @@ def test_more_than_the_disk_has_is_told_unless_another_store_holds_it(fleet, mon
     class Full:
         free = 1000
 
-    monkeypatch.setattr("draftworks.preflight.streams.shutil.disk_usage", lambda path: Full)
+    monkeypatch.setattr("draftworks.preflight.services.shutil.disk_usage", lambda path: Full)
     (told,) = budget_warnings(fleet)
     assert "its features will take about" in told
     s3 = {

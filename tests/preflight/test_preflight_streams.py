@@ -14,7 +14,7 @@ import pytest
 import yaml
 from served_toys import body, write_log
 
-from draftworks.preflight import streams
+from draftworks.preflight import services
 from draftworks.storage.shared_folder import Mount
 
 MOONCAKE = {"store": {"kind": "mooncake"}}
@@ -30,7 +30,7 @@ def test_a_local_folder_is_in_order(fleet):
 
 
 def test_a_database_on_a_network_file_system_is_an_error(fleet, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streams, "find_mount", lambda path: Mount(Path("/mnt/all"), "nfs4"))
+    monkeypatch.setattr(services, "find_mount", lambda path: Mount(Path("/mnt/all"), "nfs4"))
     (error,) = check(fleet, {})
     assert "var of the deployment" in error
     assert "is on a network file system (nfs4, on /mnt/all)" in error

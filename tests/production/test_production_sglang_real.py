@@ -15,7 +15,7 @@ from sglang_toys import SGLANG
 from waiting import HANG_S
 
 from draftworks.config.run_files import TargetFiles
-from draftworks.export.names import DRAFT_FOLDER
+from draftworks.export.conventions import DRAFT_FOLDER
 from draftworks.production.observer import Observation
 from draftworks.production.readings import split_windows
 from draftworks.sglang.client import GenerateRequest

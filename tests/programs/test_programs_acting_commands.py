@@ -14,8 +14,7 @@ from decision_site import DecisionSite
 from json_server import Reply, Request, json_server
 from typer.testing import CliRunner, Result
 
-from draftworks.decision.answers import AnswerFile
-from draftworks.decision.record import Choice, find_decision
+from draftworks.decision.record import AnswerFile, Choice, find_decision
 from draftworks.programs.cli import app
 
 

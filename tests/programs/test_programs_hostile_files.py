@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from draftworks.config.draft_options import DraftConfig, read_draft_config
-from draftworks.data.raw_rows import read_rows
+from draftworks.data.datasets import read_rows
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
 from draftworks.errors import DraftworksError
-from draftworks.export.checkpoint_files import read_checkpoint
+from draftworks.export.canonical import read_checkpoint
 from draftworks.features.manifest import read_feature_set
-from draftworks.features.sample_file import read_sample_header, write_sample
+from draftworks.features.sample_folder import read_sample_header, write_sample
 from draftworks.features.shards import read_header
 from draftworks.storage.artifacts import ArtifactStore, BuildResult, FileRecord
 from draftworks.targets.resolve import _read_model_config

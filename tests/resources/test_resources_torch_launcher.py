@@ -23,8 +23,8 @@ from draftworks.config.run_files import CaptureRun, RegenerateRun, TrainRun
 from draftworks.errors import ConfigError
 from draftworks.programs.failure import RankFailure
 from resources.companions import Companion
-from resources.job_copies import MAX_KILLS, CopyVerdict, CopyWatch
 from resources.scheduler import DeadCopy, SeenJob
+from resources.scheduler_launcher import MAX_KILLS, CopyVerdict, CopyWatch
 from resources.torch_job import ONE_NODE, JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import Outcome, PeerJob, TorchLauncher
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from draftworks.retention.stored_results import FOLDER, list_pins, pin_result, u
 from draftworks.retention.survey import Holding, survey
 from draftworks.service.register import ServiceRegister
 from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.gguf_store import identify_gguf
 from draftworks.targets.registry import Registry
 
 
@@ -120,6 +123,27 @@ def test_runs_streams_and_unfinished_results_have_their_own_kinds(tmp_path: Path
     }
     assert found.totals == {"runs": 5, "unfinished": 10}
     assert not survey(make_place(tmp_path, keep_days=1, runs_days=1)).candidates
+
+
+def test_dequantised_gguf_files_go_once_no_target_names_them(tmp_path: Path):
+    """Where that is not known, as of an entry whose file is away, none goes."""
+    registry, var = Registry(tmp_path / "registry"), tmp_path / "var"
+    (registry.root / "targets").mkdir(parents=True)
+    (registry.root / "deployment.yaml").write_text("var: ../var\nretention: {keep_days: 0}\n")
+    (registry.root / "targets" / "a.yaml").write_text("model: model.gguf\ndataset: d\n")
+    file = registry.root / "model.gguf"
+    file.write_bytes(b"GGUF")
+    named = identify_gguf(registry.read_target("a"), registry, FileDigests(var / "digests.json"))
+    for name in (named, "0123456789abcdef"):
+        (var / "gguf" / name).mkdir(parents=True)
+        (var / "gguf" / name / "model.safetensors").write_text("weights")
+        (var / "gguf" / f"{name}.lock").mkdir()
+    later = time.time() + 60
+    assert [each.name for each in survey(replace(Place.of(registry), now=later)).candidates] == [
+        "model 0123456789abcdef"
+    ]
+    file.rename(file.with_name("away.gguf"))
+    assert survey(replace(Place.of(registry), now=later)).candidates == ()
 
 
 def test_sizes_are_by_kind_and_owner(tmp_path: Path):

@@ -12,10 +12,9 @@ from acting_fleet import ActingFleet, start_run
 from decision_toys import NOW
 from kill_points import killed_before
 
-from draftworks.decision.answers import AnswerFile
 from draftworks.decision.budget import BudgetFile, Correction, Entry, Outcome
 from draftworks.decision.queue import Action, Step
-from draftworks.decision.record import Choice
+from draftworks.decision.record import AnswerFile, Choice
 from sensors.acting import CHARGE_TAG, Tick, explain_tick, group_reasons
 from sensors.running_targets import SeriesCursor
 from spec_assets.code_location import build_definitions

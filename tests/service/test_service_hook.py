@@ -20,9 +20,9 @@ from waiting import HANG_S, growing_limits
 
 from draftworks.config.service import HookSpec
 from draftworks.errors import ConfigError
+from draftworks.service.candidate import Delivery, State, find_delivery, read_states
 from draftworks.service.hook import describe_delivery, tell_servers
 from draftworks.service.register import ServiceRegister
-from draftworks.service.states import Delivery, State, find_delivery, read_states
 
 CONFIRM = "import json, os, sys; json.load(sys.stdin); print(json.dumps({'confirmed': os.environ['DRAFTWORKS_DRAFT']}))"
 

@@ -14,10 +14,10 @@ from kill_points import killed_before
 from service_site import ServiceSite
 
 from draftworks.errors import DraftworksError, StoreError
-from draftworks.service.candidate import RefusedError
+from draftworks.service.candidate import RefusedError, State, read_states
 from draftworks.service.promotion import Request
-from draftworks.service.register import LOCK, ConflictError, require_present, resolve_draft
-from draftworks.service.states import State, read_states
+from draftworks.service.register import ConflictError, require_present, resolve_draft
+from draftworks.storage.event_log import LOCK
 
 
 @pytest.fixture

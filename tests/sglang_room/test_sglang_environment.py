@@ -145,7 +145,7 @@ def test_the_hook_needs_nothing_a_serving_environment_lacks():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     own = ["draftworks.errors", "draftworks.sglang"]
-    own += [f"draftworks.sglang.{name}" for name in ("hook", "parts", "spool")]
+    own += [f"draftworks.sglang.{name}" for name in ("hook", "spool")]
     assert done.stdout.strip() == f"[] {own}"
 
 

@@ -22,8 +22,7 @@ from draftworks.errors import ConfigError, PassingTroubleError, StoreError
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.sglang.hook import BackgroundHandOver, SGLangCaptureBackend, find_spool, format_hook_option
 from draftworks.sglang.layers import choose_capture_convention, from_eagle3_ids, resolve_captured_layers, to_eagle3_ids
-from draftworks.sglang.parts import Part, PartSink, make_request_id
-from draftworks.sglang.spool import SpoolSink, take_parts
+from draftworks.sglang.spool import Part, PartSink, SpoolSink, make_request_id, take_parts
 from draftworks.storage.identity import LayerTap
 from draftworks.targets.registry import Registry
 

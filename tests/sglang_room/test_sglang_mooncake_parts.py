@@ -17,7 +17,7 @@ from draftworks.mooncake.address import MooncakeAddress
 from draftworks.mooncake.client import MooncakeClient
 from draftworks.sglang.hook import capture_hook
 from draftworks.sglang.mooncake_parts import MooncakeSink, MooncakeSource
-from draftworks.sglang.parts import AnsweredRequest, Part, make_request_id
+from draftworks.sglang.spool import AnsweredRequest, Part, make_request_id
 
 pytestmark = pytest.mark.mooncake
 

@@ -22,16 +22,7 @@ from processes import wait_until_ended
 from waiting import growing_limits, wait_until
 
 from draftworks.errors import ConfigError, EngineError
-from draftworks.sglang import child_lifetime
-from draftworks.sglang.api_key import (
-    HIDDEN,
-    VARIABLE,
-    build_headers,
-    hide_in_log_records,
-    make_key_file,
-    read_key,
-    take_key_arguments,
-)
+from draftworks.sglang import server_start
 from draftworks.sglang.environment import require_capturing, require_version
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.job_servers import (
@@ -42,6 +33,15 @@ from draftworks.sglang.job_servers import (
     remove_servers_folders,
 )
 from draftworks.sglang.server import ServerOptions, SGLangServer
+from draftworks.sglang.server_start import (
+    HIDDEN,
+    VARIABLE,
+    build_headers,
+    hide_in_log_records,
+    make_key_file,
+    read_key,
+    take_key_arguments,
+)
 
 OPTIONS = ServerOptions(
     model="models/toy", revision=None, tokenizer="models/toy", context=512, dtype="float32", device="cpu",
@@ -297,7 +297,7 @@ def test_a_program_has_the_key_in_its_arguments_alone(tmp_path: Path, monkeypatc
     for name in (VARIABLE, "KEY"):
         monkeypatch.setenv(name, str(tmp_path / "key"))
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, *child_lifetime.build_command(tmp_path, "program"), "one"]
+    command = [sys.executable, *server_start.build_command(tmp_path, "program"), "one"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"'--api-key={HIDDEN}'" in done.stdout

@@ -14,8 +14,19 @@ from waiting import HANG_S
 
 from draftworks.errors import EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.sglang.hook import BackgroundHandOver
-from draftworks.sglang.parts import AnsweredRequest, Part, is_captured, make_request_id, wants_logits
-from draftworks.sglang.spool import SpoolSink, SpoolSource, sweep, take_parts, write_failure, write_part
+from draftworks.sglang.spool import (
+    AnsweredRequest,
+    Part,
+    SpoolSink,
+    SpoolSource,
+    is_captured,
+    make_request_id,
+    sweep,
+    take_parts,
+    wants_logits,
+    write_failure,
+    write_part,
+)
 
 
 def random_part(start: int = 0, dtype: torch.dtype = torch.float32) -> Part:

@@ -136,7 +136,7 @@ def test_inputs_that_change_and_change_back_find_no_entry_of_the_others(finished
     assert read_feature_set(entry).data_version == original
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_entry_that_is_lost_altered_or_without_its_features_is_made_again(finished_site, tmp_path):
     site = finished_site.copy(tmp_path)
     before = shown(features_of(site), "heldout_eval_features")

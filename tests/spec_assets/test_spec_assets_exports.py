@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 
 from draftworks.config.strategies import resolve_strategy
-from draftworks.export.names import GATE_MEANINGS
+from draftworks.export.conventions import GATE_MEANINGS
 from draftworks.storage.artifacts import ArtifactStore
 from spec_assets.exports import judge_gate, make_export_checks
 

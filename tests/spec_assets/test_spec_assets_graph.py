@@ -13,7 +13,7 @@ from waiting import meanwhile, wait_until
 
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
-from draftworks.export.names import GATE_MEANINGS
+from draftworks.export.conventions import GATE_MEANINGS
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.lease import LeasePath
 
@@ -105,6 +105,7 @@ def test_an_unchanged_run_is_a_series_of_hits(finished, tmp_path):
     assert cache_states(again) == {"hit"}
 
 
+@pytest.mark.long
 def test_five_percent_more_conversations_capture_five_percent_more(finished, tmp_path):
     site = finished.site.copy(tmp_path)
     site.write_chats(63)

@@ -12,8 +12,7 @@ import pytest
 from draftworks.config.registry_files import CaptureSpec, DataSpec, ResponseSpec, TargetSpec, TrainingSpec
 from draftworks.config.run_files import FeatureSet, TargetFiles
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.planning.draft_inputs import DraftInputs
-from draftworks.planning.identities import Conversations, identify_answers
+from draftworks.planning.identities import Conversations, DraftInputs, identify_answers
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import EvalData
 from draftworks.targets.registry import Registry

@@ -10,7 +10,7 @@ from draftworks.programs.cli import app
 from draftworks.storage.artifacts import ArtifactStore
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_imported_draft_is_measured_as_the_one_it_was(finished_site, tmp_path):
     site = finished_site.copy(tmp_path)
     made = ArtifactStore(site.var)

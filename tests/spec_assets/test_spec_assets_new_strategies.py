@@ -13,7 +13,7 @@ from dagster._core.definitions.reconstruct import ReconstructableRepository
 from dagster._core.execution.api import create_execution_plan, execute_run
 
 from draftworks.config.registry_files import StrategyEntry, TargetSpec
-from spec_assets.executor import RunExecutor, find_left_out_strategies
+from spec_assets.executor import RunExecutor, find_unmade_strategies
 
 TOLD = "strategy dflash is new to this code location: reload it"
 
@@ -119,4 +119,4 @@ def test_a_strategy_is_new_where_nothing_but_its_assets_is_left_out(left, found)
     whole = {f"{name}_{kind}" for name in ("eagle3", "dflash") for kind in ("draft", "report", "recipe")} | {
         "leaderboard"
     }
-    assert find_left_out_strategies(target, whole, whole - left) == found
+    assert find_unmade_strategies(target, whole, whole - left) == found

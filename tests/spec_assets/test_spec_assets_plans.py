@@ -10,7 +10,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from draftworks.features.scaled_fp8 import encode_stream
+from draftworks.features.tensor_bytes import encode_stream
 from draftworks.planning.amounts import count_token_bytes
 from draftworks.planning.plan import compare_plan, estimate_gpu_hours, load_plan, make_plan
 from draftworks.planning.subject import PlanSubject

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from service_site import ServiceSite
 
-from draftworks.service.states import State, read_states
+from draftworks.service.candidate import State, read_states
 from spec_assets.code_location import build_definitions
 from spec_assets.definitions import REGISTRY
 from spec_assets.promotion import list_promoted_strategies

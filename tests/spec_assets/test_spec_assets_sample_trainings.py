@@ -20,7 +20,7 @@ from draftworks.data.tokenized import TokenizedSet
 from draftworks.evaluation.ladder.relative_loss import RelativeLoss
 from draftworks.features.manifest import read_feature_set
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.gates import Fp8GateClosed, check_fp8_gate, require_passed_fp8_gate
+from draftworks.preflight.plausible_values import Fp8GateClosed, check_fp8_gate, require_passed_fp8_gate
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from spec_assets.inputs import list_trained_strategies
 from spec_assets.thinking_comparison import describe_comparison

@@ -30,6 +30,7 @@ def prepare(site, workers: int) -> None:
     assert result.success, [event.message for event in result.all_events if event.is_failure]
 
 
+@pytest.mark.long
 def test_workers_change_no_result(site, tmp_path_factory):
     site.write_chats(40)
     sites = [site, site.copy(tmp_path_factory.mktemp("shared"))]

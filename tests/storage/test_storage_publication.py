@@ -10,8 +10,7 @@ import pytest
 
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
-from draftworks.storage.object_store import ObjectStore
-from draftworks.storage.publication import Publication
+from draftworks.storage.object_store import ObjectStore, Publication
 
 
 @pytest.fixture

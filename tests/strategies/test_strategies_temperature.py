@@ -28,10 +28,10 @@ from draftworks.drafts.objectives import (
 )
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError
-from draftworks.strategies.dspark.loss import dspark_losses
+from draftworks.strategies.dspark.model import dspark_losses
 from draftworks.strategies.dspark.options import DSparkOptions
 from draftworks.strategies.eagle3.loss import distill
-from draftworks.strategies.xpress.loss import xpress_losses
+from draftworks.strategies.xpress.model import xpress_losses
 from draftworks.strategies.xpress.options import XPressOptions
 
 TAUGHT = [name for name in find_cases() if issubclass(resolve_strategy(name).options, TeacherOptions)]

@@ -21,7 +21,7 @@ from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.stream.arrival_stream import ListedRefs, RefReader
-from draftworks.stream.tasks import PromptTask
+from draftworks.stream.metadata_store import PromptTask
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.trainer import Persistence, Trainer

@@ -13,11 +13,11 @@ from resumable_runs import assert_bit_equal
 from stream_toys import TRAINING, StreamFiles
 
 from draftworks.errors import ConfigError
-from draftworks.features.joined_store import JoinedStore
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
+from draftworks.features.wrapped_store import JoinedStore
 from draftworks.stream.arrival_stream import ArrivalStream, ListedRefs
-from draftworks.stream.control_plane import resolve_control_plane
-from draftworks.stream.controller import DataFlowController
+from draftworks.stream.controller import DataFlowController, resolve_control_plane
+from draftworks.stream.metadata_store import Watermark
 from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.stream.topologies import (
     TrainerRuntime,
@@ -29,7 +29,6 @@ from draftworks.stream.topologies import (
     build_online_runtime,
     drive_producer,
 )
-from draftworks.stream.watermark import Watermark
 from draftworks.training.backend import ensure_process_group
 
 

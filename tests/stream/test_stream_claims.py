@@ -15,8 +15,7 @@ from draftworks.errors import ConfigError
 from draftworks.features.contracts import FeatureSpec, SampleRef
 from draftworks.stream.controller import DataFlowController
 from draftworks.stream.sqlite_metadata_store import InMemoryMetadataStore
-from draftworks.stream.stream_claims import StreamClaims
-from draftworks.stream.stream_consumer import StreamConsumer
+from draftworks.stream.stream_consumer import StreamClaims, StreamConsumer
 from draftworks.stream.stream_rounds import make_streaming_plan
 
 STREAMS = ("hf1", "hf2", "last")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from draftworks.errors import StoreError
-from draftworks.stream.consumer_lease import ConsumerLease, hold_consumer
 from draftworks.stream.controller import DataFlowController
+from draftworks.stream.leases import ConsumerLease, hold_consumer
 from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
 
 FORK = multiprocessing.get_context("fork")

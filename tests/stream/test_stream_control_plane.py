@@ -8,7 +8,7 @@ import pytest
 from dataflow_toys import toy_slim_ref
 
 from draftworks.errors import ConfigError
-from draftworks.stream.control_plane import DEPLOYMENT_MODES, resolve_control_plane
+from draftworks.stream.controller import DEPLOYMENT_MODES, resolve_control_plane
 from draftworks.stream.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
 
 

@@ -22,10 +22,9 @@ from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.stream.awaited_store import AwaitedStore
 from draftworks.stream.stream_consumer import StreamConsumer
 from draftworks.stream.stream_rounds import make_streaming_plan
-from draftworks.stream.training_stream import open_controller
+from draftworks.stream.training_stream import AwaitedStore, open_controller
 
 
 def train_streamed(files: StreamFiles) -> str:

@@ -23,6 +23,7 @@ from draftworks.errors import EngineError, StoreError, TrainingError
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.memory_store import MemoryFeatureStore
 from draftworks.stream.arrival_producer import ProducerParts, drive_producer
+from draftworks.stream.metadata_store import Watermark
 from draftworks.stream.row_sources import ConversationSource
 from draftworks.stream.topologies import (
     TrainerParts,
@@ -33,7 +34,6 @@ from draftworks.stream.topologies import (
     build_online_runtime,
     run_disagg_online_interleaved,
 )
-from draftworks.stream.watermark import Watermark
 from draftworks.training.backend import ensure_process_group
 
 WATERMARK = Watermark(samples=6)

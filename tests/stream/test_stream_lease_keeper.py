@@ -10,9 +10,9 @@ from waiting import wait_until
 
 from draftworks.errors import StoreError
 from draftworks.stream.controller import DataFlowController
-from draftworks.stream.lease_keeper import LeaseKeeper
+from draftworks.stream.leases import LeaseKeeper
+from draftworks.stream.metadata_store import TaskCounts
 from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
-from draftworks.stream.tasks import TaskCounts
 
 
 class BusyOnce(SQLiteMetadataStore):

@@ -23,7 +23,7 @@ from draftworks.features.open_store import open_store
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
 from draftworks.stream.stream_consumer import StreamConsumer
-from draftworks.stream.stream_order import StreamOrder
+from draftworks.stream.streaming_plan import StreamOrder
 from draftworks.stream.training_stream import count_stream_steps
 
 FIRST_STEP, SECOND_EPOCH, TWINS = ["train7"], ["train8"], ["train0"]

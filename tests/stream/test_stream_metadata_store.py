@@ -23,9 +23,15 @@ from dataflow_toys import (
 
 from draftworks.errors import StoreError
 from draftworks.stream.controller import DataFlowController
-from draftworks.stream.metadata_store import ConsumerProgress, MetadataStore
-from draftworks.stream.tasks import PromptTask, TaskCounts, TaskFailure, TaskLease
-from draftworks.stream.watermark import Watermark
+from draftworks.stream.metadata_store import (
+    ConsumerProgress,
+    MetadataStore,
+    PromptTask,
+    TaskCounts,
+    TaskFailure,
+    TaskLease,
+    Watermark,
+)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from draftworks.features.open_store import open_store
 from draftworks.stream.controller import DataFlowController
 from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
 from resources.companions import Companion
-from resources.launchers import make_launcher
+from resources.deployment_launcher import make_launcher
 from resources.torch_job import TorchJob
 from resources.workspace import Workspace
 from spec_assets.draft_streams import locate_database, make_stream_place, make_stream_services

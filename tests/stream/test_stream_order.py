@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError
-from draftworks.features.packed_schedule import PackedTrainSchedule
-from draftworks.features.schedule import PaddedTrainSchedule
-from draftworks.stream.stream_order import StreamOrder, find_lifetimes
+from draftworks.features.schedule import PackedTrainSchedule, PaddedTrainSchedule
+from draftworks.stream.streaming_plan import StreamOrder, find_lifetimes
 
 
 @st.composite

@@ -12,8 +12,7 @@ from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.stream.controller import DataFlowController
-from draftworks.stream.reconcile import Reconciliation, reconcile_on_restart
-from draftworks.stream.step_acks import free_unused
+from draftworks.stream.step_acks import Reconciliation, free_unused, reconcile_on_restart
 
 
 def tensors_of(ref: SampleRef) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from store_kinds import open_keyed_store
 
 from draftworks.errors import StoreError
 from draftworks.stream import reference_names
+from draftworks.stream.metadata_store import InFlight
 from draftworks.stream.reference_names import (
     ConsumeOnceStore,
     DataFlowController,
@@ -18,7 +19,6 @@ from draftworks.stream.reference_names import (
     SQLiteMetadataStore,
     StreamingRefChannel,
 )
-from draftworks.stream.watermark import InFlight
 
 
 def open_channel(folder: Path, **options) -> StreamingRefChannel:

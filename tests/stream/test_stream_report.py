@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_stream_streaming_plan import plans, refs_with
 
-from draftworks.stream.stream_order import StreamOrder
-from draftworks.stream.stream_report import StreamReport
-from draftworks.stream.streaming_plan import StreamingPlan
-from draftworks.stream.watermark import Watermark
+from draftworks.stream.metadata_store import Watermark
+from draftworks.stream.streaming_plan import StreamingPlan, StreamOrder
+from draftworks.stream.training_stream import StreamReport
 
 
 @dataclass

@@ -19,7 +19,7 @@ from draftworks.data.split import is_held_out
 from draftworks.data.tokenizing import tokenize
 from draftworks.errors import DataError
 from draftworks.stream.arrival_producer import SOURCE, SourceFact
-from draftworks.stream.control_plane import LOCAL_COLOCATED, resolve_control_plane
+from draftworks.stream.controller import LOCAL_COLOCATED, resolve_control_plane
 from draftworks.stream.row_log import LoggedRows, LoggedSource, RowLog, SourceFeeder
 from draftworks.stream.row_sources import TaskLimits
 

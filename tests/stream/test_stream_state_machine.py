@@ -15,10 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
 from draftworks.stream.controller import DataFlowController
-from draftworks.stream.metadata_store import MetadataStore
-from draftworks.stream.reconcile import reconcile_on_restart
+from draftworks.stream.metadata_store import MetadataStore, PromptTask, TaskCounts, TaskLease
 from draftworks.stream.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
-from draftworks.stream.tasks import PromptTask, TaskCounts, TaskLease
+from draftworks.stream.step_acks import reconcile_on_restart
 
 MAX_ATTEMPTS = 2
 TASKS = 4

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError
 from draftworks.features.contracts import SampleRef
-from draftworks.stream.stream_order import StreamOrder
-from draftworks.stream.streaming_plan import StreamingPlan
-from draftworks.stream.watermark import Watermark
+from draftworks.stream.metadata_store import Watermark
+from draftworks.stream.streaming_plan import StreamingPlan, StreamOrder
 
 KEEPS = ["until_last_use", "capture_again"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftworks.errors import ConfigError
-from draftworks.stream.watermark import InFlight, Watermark
+from draftworks.stream.metadata_store import InFlight, Watermark
 
 
 @pytest.mark.parametrize("limits", [{"samples": 0}, {"bytes": -1}, {"steps": 0}, {"samples": None}])

@@ -41,10 +41,10 @@ from draftworks.storage.identity import LayerTap
 from draftworks.stream.arrival_producer import ProducerParts, drive_producer
 from draftworks.stream.arrival_stream import ArrivalStream
 from draftworks.stream.control_client import RemoteMetadataStore
-from draftworks.stream.control_plane import ControlPlane, resolve_control_plane
-from draftworks.stream.lease_keeper import LeaseKeeper
+from draftworks.stream.controller import ControlPlane, resolve_control_plane
+from draftworks.stream.leases import LeaseKeeper
+from draftworks.stream.metadata_store import Watermark
 from draftworks.stream.row_sources import TokenSource
-from draftworks.stream.watermark import Watermark
 
 SAMPLES, BATCH, SAVE, WATERMARK = 64, 4, 3, 24
 STEPS = SAMPLES // BATCH

@@ -20,8 +20,7 @@ from draftworks.features.contracts import KeyedFeatureStore, SampleRef, TrainBat
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.stream.arrival_producer import SOURCE, SourceFact
 from draftworks.stream.arrival_stream import ArrivalStream, RefQueue
-from draftworks.stream.control_plane import ControlPlane, resolve_control_plane
-from draftworks.stream.controller import DataFlowController
+from draftworks.stream.controller import ControlPlane, DataFlowController, resolve_control_plane
 from draftworks.stream.step_acks import FreeAt
 from draftworks.training.checkpoint_files import read_record
 from draftworks.training.checkpoint_manager import CheckpointManager

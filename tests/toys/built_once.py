@@ -69,7 +69,7 @@ def digest_code() -> str:
     conftests = (path for path in ROOT.glob("tests/**/conftest.py"))
     files = (path for room in DECIDING for path in (ROOT / room).rglob("*"))
     for path in sorted({*conftests, *files, *(ROOT / name for name in PINS)}):
-        if path.is_file() and "__pycache__" not in path.parts:
+        if path.is_file() and path.suffix not in (".pyc", ".gguf"):
             found.update(f"{path.relative_to(ROOT)}\0{path.stat().st_size}\0".encode())
             found.update(path.read_bytes())
     machine = (platform.python_version(), torch.__version__, torch.backends.cpu.get_cpu_capability(), _list_flags())

@@ -10,9 +10,8 @@ from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatu
 from draftworks.stream.control_client import RemoteMetadataStore
 from draftworks.stream.control_server import ControlServer
 from draftworks.stream.controller import DataFlowController
-from draftworks.stream.metadata_store import MetadataStore
+from draftworks.stream.metadata_store import MetadataStore, PromptTask
 from draftworks.stream.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
-from draftworks.stream.tasks import PromptTask
 
 LEASE_S = 10.0
 NAMES = ("hf2", "last")

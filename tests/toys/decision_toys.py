@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from draftworks.config.operations import BudgetSpec, DecisionSpec
-from draftworks.decision.answers import Answers
 from draftworks.decision.budget import Charge, Correction, Ledger, Outcome
 from draftworks.decision.queue import FleetState, Step, TargetState, plan_actions
-from draftworks.decision.record import Choice, Costs, Decision, EvalLoss, Margins, Reference
+from draftworks.decision.record import Answers, Choice, Costs, Decision, EvalLoss, Margins, Reference
 
 NOW = 1_800_000_000.0
 HOUR = 3600.0

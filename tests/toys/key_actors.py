@@ -19,10 +19,9 @@ from waiting import HANG_S
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.stream.controller import DataFlowController
-from draftworks.stream.reconcile import reconcile_on_restart
+from draftworks.stream.metadata_store import PromptTask
 from draftworks.stream.sqlite_metadata_store import SQLiteMetadataStore
-from draftworks.stream.step_acks import free_unused
-from draftworks.stream.tasks import PromptTask
+from draftworks.stream.step_acks import free_unused, reconcile_on_restart
 
 CONTENTS, SAMPLES = 5, 40
 LEASE_S = 0.5

@@ -13,7 +13,7 @@ from launcher_contract import LauncherHarness
 from toy_scheduler import ToyScheduler, offer_toy
 
 from draftworks.config.launchers import LocalLauncherSpec
-from resources.launchers import make_launcher
+from resources.deployment_launcher import make_launcher
 from resources.scheduler_launcher import SchedulerLauncher
 from resources.torch_launcher import TorchLauncher
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftworks.config.operations import NotificationSpec
-from draftworks.notifications.bookmark import Bookmark
 from draftworks.notifications.channels import Channels
-from draftworks.notifications.outbox import Event
+from draftworks.notifications.outbox import Bookmark, Event
 from draftworks.notifications.records import keep_new_events
-from draftworks.service.json_post import Posted
+from draftworks.storage.http_call import Posted
 
 WHEN = "2026-05-01T12:00:00+00:00"
 

@@ -13,12 +13,12 @@ from planning_toys import LLAMA_8B
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
-from draftworks.export.names import CARD
+from draftworks.export.conventions import CARD
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.identity import DigestNotCached, FileDigests, digest
 from draftworks.storage.names import FP8_GATE, HELDOUT
 from draftworks.targets.registry import Registry
-from draftworks.targets.shared_needs import collect_taps
+from draftworks.targets.training_data import collect_taps
 from spec_assets import data, features, fp8_gate
 from spec_assets.common import NothingToDo
 from spec_assets.drafts import make_draft_asset

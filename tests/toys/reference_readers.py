@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.export.readers.files import DraftVocabulary
-from draftworks.export.readers.reader import ExportReader
-from draftworks.export.readers.rope import RopeTable
-from draftworks.export.readers.sizes import LayerSizes
+from draftworks.export.readers.arithmetic import LayerSizes, RopeTable
+from draftworks.export.readers.reader import DraftVocabulary, ExportReader
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.reader import DFlashReader, Mask, anchored_mask, moving_mask
 from draftworks.strategies.eagle3.reader import Eagle3Norms, Eagle3Reader

@@ -20,7 +20,7 @@ from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import PROMPTS, REPORT
 from draftworks.evaluation.report.tables import build_prompts_table, publish_table
 from draftworks.evaluation.result import EvalResult
-from draftworks.export.names import GATE_MEANINGS
+from draftworks.export.conventions import GATE_MEANINGS
 from draftworks.programs.service_commands import open_service
 from draftworks.service.promotion import Request, Service
 from draftworks.service.register import InService

@@ -33,8 +33,7 @@ from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.features.open_store import open_store
-from draftworks.stream.capture_worker import CaptureWorker, WorkerSummary
-from draftworks.stream.planned_order import PlannedOrder
+from draftworks.stream.capture_worker import CaptureWorker, PlannedOrder, WorkerSummary
 from draftworks.stream.stream_rounds import StreamRounds
 from draftworks.stream.training_stream import count_stream_steps, open_controller
 

@@ -12,7 +12,7 @@ from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, Step
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef, TrainBatch
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.features.packing import PackLimits
+from draftworks.features.schedule import PackLimits
 
 VOCAB, HIDDEN = 11, 6
 

@@ -26,7 +26,7 @@ from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import StoreError
 from draftworks.features.contracts import TrainBatch
-from draftworks.features.packed_schedule import PackedTrainSchedule
+from draftworks.features.schedule import PackedTrainSchedule
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
 from draftworks.training.backend import SingleTrainingBackend, ensure_process_group

@@ -17,7 +17,7 @@ from draftworks.capture.answers.record_file import RecordFile, read_record_ids
 from draftworks.capture.engine import make_engine_identity
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
-from draftworks.data.raw_rows import make_excerpt
+from draftworks.data.datasets import make_excerpt
 from draftworks.data.rejected import RejectedSample, check_rejected, count_rejections, write_rejected
 from draftworks.data.tokenized import write_tokens
 from draftworks.storage.file_lock import hold_lock

@@ -24,9 +24,8 @@ from draftworks.sglang.embedded import EmbeddedSGLang, require_sglang_here
 from draftworks.sglang.environment import check_version, require_capturing
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.layers import choose_capture_convention, read_architecture, resolve_captured_layers
-from draftworks.sglang.parts import AnsweredRequest, Part, PartSource
 from draftworks.sglang.server import ServerOptions, SGLangServer
-from draftworks.sglang.spool import SpoolSource
+from draftworks.sglang.spool import AnsweredRequest, Part, PartSource, SpoolSource
 
 log = logging.getLogger(__name__)
 

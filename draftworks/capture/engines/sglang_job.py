@@ -20,8 +20,7 @@ from draftworks.errors import DraftworksError, EngineError
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
 from draftworks.sglang.environment import SGLANG_VERSIONS
 from draftworks.sglang.job_servers import JobServers, ServerAddress, ServerSlot
-from draftworks.sglang.parts import AnsweredRequest, Part, PartSource, is_captured
-from draftworks.sglang.spool import SpoolSource
+from draftworks.sglang.spool import AnsweredRequest, Part, PartSource, SpoolSource, is_captured
 
 _CLOSE_AGAIN_S = 0.5
 

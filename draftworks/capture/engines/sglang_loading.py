@@ -37,9 +37,8 @@ from draftworks.sglang.embedded import require_sglang_here
 from draftworks.sglang.job_servers import JobServers
 from draftworks.sglang.layers import choose_capture_convention, read_architecture
 from draftworks.sglang.mooncake_parts import MooncakeSource
-from draftworks.sglang.parts import PartSource
 from draftworks.sglang.server import ServerOptions
-from draftworks.sglang.spool import sweep
+from draftworks.sglang.spool import PartSource, sweep
 from draftworks.storage.identity import LayerTap
 
 CPU_MEMORY_SHARE = 0.8

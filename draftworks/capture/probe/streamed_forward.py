@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftworks.capture.engines.hf import find_decoder_layers
 from draftworks.config.run_files import TargetFiles
-from draftworks.drafts.weight_files import WeightFiles
+from draftworks.drafts.target_parts import WeightFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.identity import LayerTap
 

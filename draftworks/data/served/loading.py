@@ -20,8 +20,8 @@ from typing import Any
 from draftworks.config.data import ServedSpec
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import ANSWER, QUARANTINE_FILE, Conversation, Turn, digest_turns
+from draftworks.data.datasets import Rejection
 from draftworks.data.growing_files import Line
-from draftworks.data.raw_rows import Rejection
 from draftworks.data.served.redaction import HookRow, redact_rows
 from draftworks.data.served.secrets import REVISION, digest_hook, find_secret, mask_text
 from draftworks.data.served.shapes import ServedPrompt, ShapeError, parse_served

@@ -24,12 +24,12 @@ from pydantic import BaseModel
 from draftworks.errors import DraftworksError
 from draftworks.preflight.findings import Finding
 from draftworks.preflight.services import (
+    find_existing,
     find_refused_jobs,
     find_storage_problems,
     list_scheduler_users,
     list_storage_places,
 )
-from draftworks.preflight.streams import find_existing
 from draftworks.storage.artifacts import LOCK, PARTIAL, POINTER, RECORD, SCHEMA_VERSION
 from draftworks.storage.files import read_json
 from draftworks.storage.lease import LeasePath, LeaseState
@@ -224,10 +224,13 @@ def probe_stores(var: Path) -> Iterator[Finding]:
         yield Finding("error", f"results whose record cannot be read: {list_names(damaged)}", STORES, todo)
     if not others and not damaged:
         yield Finding("ok", f"{current} current results, all of this version", STORES)
-    named = [path.name for path in sorted((var / "feature_store").glob("*/")) if _is_named_store(path)]
+    stores = sorted((var / "feature_store").glob("*/"))
+    linked = {path.resolve().name for path in stores if path.is_symlink()}
+    named = [path.name for path in stores if _is_named_store(path) and path.name not in linked]
     if named:
-        found = f"feature stores of an earlier version, by target name: {list_names(named)}"
-        yield Finding("ok", f"{found}; they are joined to the present ones when next used", STORES)
+        found = f"feature stores of an earlier version, by target name, that nothing reads: {list_names(named)}"
+        todo = "link each to the digest of its target's weights, or remove it: a run without features says the command"
+        yield Finding("warning", found, STORES, todo)
 
 
 def _is_named_store(path: Path) -> bool:

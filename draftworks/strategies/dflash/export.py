@@ -12,10 +12,18 @@ from torch import Tensor
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.config_keys import (
+    build_layer_keys,
+    build_speculators_keys,
+    build_vllm_commands,
+    is_speculators,
+    list_layer_tensors,
+    locate_model,
+    read_layer_sizes,
+    require,
+)
+from draftworks.export.conventions import from_format, to_format
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
-from draftworks.export.layer_ids import from_format, to_format
-from draftworks.export.layer_keys import build_layer_keys, list_layer_tensors, read_layer_sizes, require
-from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands, is_speculators, locate_model
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _SAME_NAMES = (

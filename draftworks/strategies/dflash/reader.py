@@ -23,10 +23,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draftworks.export.readers.arithmetic import attend, gated_mlp, rms_norm, rotate, split_heads
-from draftworks.export.readers.files import DraftVocabulary, ExportFolder, read_vocabulary
-from draftworks.export.readers.reader import ExportReader, Features, TargetTensors, read_taps
-from draftworks.export.readers.sizes import LayerSizes
+from draftworks.export.readers.arithmetic import LayerSizes, attend, gated_mlp, rms_norm, rotate, split_heads
+from draftworks.export.readers.reader import (
+    DraftVocabulary,
+    ExportFolder,
+    ExportReader,
+    Features,
+    TargetTensors,
+    read_taps,
+    read_vocabulary,
+)
 from draftworks.storage.identity import LayerTap
 
 Mask = Callable[[int, int], Tensor]

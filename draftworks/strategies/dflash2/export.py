@@ -10,9 +10,8 @@ import torch
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.config_keys import is_speculators, require
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.layer_keys import require
-from draftworks.export.speculators_keys import is_speculators
 from draftworks.strategies.dflash.export import (
     BACKBONE,
     DFlashFormat,

@@ -15,7 +15,7 @@ from draftworks.strategies.dflash2.options import DFLASH2
 class DFlash2Strategy(DFlashStrategy):
     """Blocks at DFlash's anchors; the selector reads the true token before each label.
 
-    The loss of a label is in draftworks.strategies.dflash2.loss, its weights are DFlash's: by place (`gamma`), the same for
+    The loss of a label is in draftworks.strategies.dflash2.model, its weights are DFlash's: by place (`gamma`), the same for
     both parts, or D-PACE, which takes those of each part from its own cross-entropies, as speculators does. The modes of
     `options.loss` and the loss weight are those of DFlash: Σ of the weights by place, or with D-PACE and `specforge` the
     number of samples. (speculators divides by the number of labels.)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftworks.export.readers.files import ExportFolder
-from draftworks.export.readers.reader import Features, TargetTensors
+from draftworks.export.readers.reader import ExportFolder, Features, TargetTensors
 from draftworks.strategies.dflash.reader import DFlashReader, HeadReader, read_speculators, read_zlab
 
 

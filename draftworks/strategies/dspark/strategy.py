@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class DSparkStrategy(DFlashStrategy):
     """Blocks at DFlash's anchors; each label is predicted from the true token before it.
 
-    The loss of a label is in draftworks.strategies.dspark.loss. Its weight w is DFlash's: by place (`gamma`), or D-PACE, which takes
+    The loss of a label is in draftworks.strategies.dspark.model. Its weight w is DFlash's: by place (`gamma`), or D-PACE, which takes
     its confidences from the cross-entropies of the corrected logits. (speculators leaves its confidence head out of D-PACE;
     here w weights the whole loss of a label, as in SpecForge's formula.)
 

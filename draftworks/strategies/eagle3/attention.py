@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from draftworks.drafts.attention import check_flex, get_block_mask_factory, get_flex_attention
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, PACKED_KERNELS, Attended, ByDocument, CausalKernel
-from draftworks.drafts.flex import check_flex, get_block_mask_factory, get_flex_attention
 from draftworks.drafts.layers import without_compile
 
 

@@ -21,12 +21,16 @@ from torch import Tensor
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.config_keys import (
+    build_layer_keys,
+    is_speculators,
+    list_layer_tensors,
+    locate_model,
+    read_layer_sizes,
+    require,
+)
+from draftworks.export.conventions import NORM_OUTPUT_MEANS, PROVENANCE, from_format, name_releases, to_format
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
-from draftworks.export.layer_ids import from_format, to_format
-from draftworks.export.layer_keys import build_layer_keys, list_layer_tensors, read_layer_sizes, require
-from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
-from draftworks.export.speculators_keys import is_speculators, locate_model
-from draftworks.export.vllm_releases import name_releases
 from draftworks.sglang.layers import from_eagle3_ids, read_architecture, to_eagle3_ids
 from draftworks.storage.identity import LayerTap
 

@@ -12,10 +12,15 @@ from torch import Tensor
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.config_keys import (
+    build_layer_keys,
+    build_speculators_keys,
+    build_vllm_commands,
+    read_layer_sizes,
+    require,
+)
+from draftworks.export.conventions import from_format, to_format
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.layer_ids import from_format, to_format
-from draftworks.export.layer_keys import build_layer_keys, read_layer_sizes, require
-from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands
 from draftworks.strategies.dflash.export import SLIDING, read_windows
 from draftworks.strategies.eagle3.export import (
     NUMBERED_LAYER,

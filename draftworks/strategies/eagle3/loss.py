@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.acceptance import measure_acceptance, name_served_sums
 from draftworks.drafts.logit_losses import LossSums, chunked_loss, compare_teacher, find_argmax
 from draftworks.drafts.objectives import (
     BatchObjective,
@@ -25,6 +24,7 @@ from draftworks.drafts.objectives import (
     TeacherPlan,
     soften,
 )
+from draftworks.drafts.sampling import measure_acceptance, name_served_sums
 from draftworks.drafts.strategy import StepContext
 
 CHUNK_ELEMENTS = 2**20

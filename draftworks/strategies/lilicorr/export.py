@@ -7,8 +7,8 @@ from typing import Any
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.config_keys import require
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.layer_keys import require
 from draftworks.strategies.dflash.export import BACKBONE, ZlabDFlash, add_options, drop_head_keys, read_head_settings
 from draftworks.strategies.dflash2.export import CONVOLUTION_SIZES, list_convolution_tensors, read_sizes
 from draftworks.strategies.lilicorr.options import default_lattice_size

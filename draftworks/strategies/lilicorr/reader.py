@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from draftworks.export.readers.arithmetic import rms_norm
-from draftworks.export.readers.files import ExportFolder
-from draftworks.export.readers.reader import Features, TargetTensors
+from draftworks.export.readers.reader import ExportFolder, Features, TargetTensors
 from draftworks.strategies.dflash.reader import HeadReader, read_zlab
 from draftworks.strategies.dflash2.reader import convolve
 

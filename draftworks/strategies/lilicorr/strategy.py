@@ -16,7 +16,7 @@ from draftworks.strategies.lilicorr.options import LILICORR
 class LiLiCorrStrategy(DFlashStrategy):
     """Blocks at DFlash's anchors; the candidates of a block are scored given the true tokens before them.
 
-    With w DFlash's weight of a label, and the terms of draftworks.strategies.lilicorr.loss,
+    With w DFlash's weight of a label, and the terms of draftworks.strategies.lilicorr.model,
 
         loss_sum = Σ w·CE + Σ (terms of the places that are taught),   loss_weight = Σ w, with D-PACE as in DFlash
 

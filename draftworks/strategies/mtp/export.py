@@ -15,19 +15,18 @@ from torch import Tensor
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
-from draftworks.export.layer_keys import build_dtype_keys, require
-from draftworks.export.names import PROVENANCE
-from draftworks.export.speculators_keys import (
+from draftworks.export.config_keys import (
+    build_dtype_keys,
     build_speculators_keys,
     build_vllm_commands,
     is_speculators,
     locate_model,
     read_proposed_tokens,
+    require,
 )
-from draftworks.export.vllm_releases import name_releases
-from draftworks.strategies.mtp.head_names import HeadNames, split_experts
-from draftworks.strategies.mtp.target_head import TargetHead, build_modules, read_whole_config
+from draftworks.export.conventions import PROVENANCE, name_releases
+from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
+from draftworks.strategies.mtp.target_head import HeadNames, TargetHead, build_modules, read_whole_config, split_experts
 
 _LAYERS = "transformer_layer_config"
 _QUANTIZATION = "quantization_config"

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.export.readers.arithmetic import attend, gated_mlp, rms_norm, rotate, split_heads
-from draftworks.export.readers.files import DraftVocabulary, ExportFolder
-from draftworks.export.readers.reader import ExportReader, Features, TargetTensors
-from draftworks.export.readers.rope import RopeTable, read_rope
+from draftworks.export.readers.arithmetic import RopeTable, attend, gated_mlp, read_rope, rms_norm, rotate, split_heads
+from draftworks.export.readers.reader import DraftVocabulary, ExportFolder, ExportReader, Features, TargetTensors
 from draftworks.storage.identity import LayerTap
 
 LAST = "last"

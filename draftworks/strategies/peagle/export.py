@@ -11,9 +11,8 @@ import torch
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.config_keys import build_vllm_commands, list_layer_tensors, read_proposed_tokens, require
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.layer_keys import list_layer_tensors, require
-from draftworks.export.speculators_keys import build_vllm_commands, read_proposed_tokens
 from draftworks.strategies.eagle3.export_speculators import LAYERS, SpeculatorsEagle
 
 _COMPUTED = ("fc_norm", "norm_before_residual", "mask_token_id")

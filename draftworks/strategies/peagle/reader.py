@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from draftworks.export.readers.arithmetic import gated_mlp
-from draftworks.export.readers.files import DraftVocabulary, ExportFolder
-from draftworks.export.readers.reader import ExportReader, Features, TargetTensors
+from draftworks.export.readers.reader import DraftVocabulary, ExportFolder, ExportReader, Features, TargetTensors
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.eagle3.reader import Eagle3Norms, Eagle3Reader, read_speculators
 

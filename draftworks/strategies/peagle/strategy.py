@@ -1,30 +1,123 @@
-"""P-EAGLE as a draft strategy: drawn chains, loss modes and metric sums."""
+"""P-EAGLE as a draft strategy: drawn chains, loss modes, metric sums; and its serving form.
+
+That is one sequence, with cached keys and values of depth 0; masked places are not cached. With a window the cache holds
+its newest positions only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
+from torch.nn import functional as F
 
 from draftworks.drafts.anchors import derive_sample_seed
-from draftworks.drafts.collation import BatchLayout, mask_last_positions
-from draftworks.drafts.decoder_strategy import DecoderStrategy
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.attention import KeyValue
+from draftworks.drafts.decoder_strategy import DecoderStrategy, resolve_mask_token
+from draftworks.drafts.documents import BatchLayout, Documents, mask_last_positions
+from draftworks.drafts.layers import Rotation
 from draftworks.drafts.objectives import LossSettings, specforge_label_mask, token_mean_label_mask
-from draftworks.drafts.option_defaults import resolve_mask_token
-from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
+from draftworks.drafts.sampling import distribution, draw
+from draftworks.drafts.strategy import Drafter, Proposal, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.loss import make_metric_sums
 from draftworks.strategies.peagle.chains import DepthSampling, draw_chains, keep_all_chains
-from draftworks.strategies.peagle.drafter import PEagleDrafter
-from draftworks.strategies.peagle.model import PEagleDraft, PEagleSizes, PEagleTraits
+from draftworks.strategies.peagle.model import PEagleDraft, PEagleSizes, PEagleTraits, TokenInputs, TokenLayout
 from draftworks.strategies.peagle.options import PEAGLE, PEagleOptions
 
 if TYPE_CHECKING:
     from draftworks.data.vocab import VocabMapping
+
+
+class PEagleDrafter(Drafter):
+    """Drafter whose position t reads the target's features at t and the token t+1; masked places follow the last position.
+
+    Args:
+        taps: names of the features, in the order in which `fc` reads them.
+    """
+
+    def __init__(self, model: PEagleDraft, taps: Sequence[str]) -> None:
+        self._model = model
+        self._taps = tuple(taps)
+        self._cache = [_LayerCache() for _ in model.layers]
+        self._length = 0
+        self._last: Tensor | None = None
+
+    @torch.no_grad()
+    def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
+        inputs = self._model.make_inputs(torch.cat([features[tap] for tap in self._taps], dim=-1), next_tokens)
+        self._last = self._forward(inputs, keeps=True)[-1:]
+        self._length += len(next_tokens)
+
+    @torch.no_grad()
+    def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
+        if self._last is None:
+            raise RuntimeError("propose was called before extend")
+        states = self._last
+        if count > 1:
+            masked = TokenInputs(*(x.expand(count - 1, -1) for x in self._model.make_masked_inputs()))
+            states = torch.cat([states, self._forward(masked, keeps=False)])
+        logits = self._model.lm_head(states)
+        if temperature == 0:
+            return Proposal(self._model.draft_ids[logits.argmax(-1)])
+        probabilities = self._model.to_target_vocab(distribution(logits, temperature))
+        return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
+
+    def _forward(self, inputs: TokenInputs, keeps: bool) -> Tensor:
+        """Return the normed states (n, H) of tokens after those in the cache; each sees all before it, or its window."""
+        model, count = self._model, len(inputs.hidden)
+        rotation = model.rotary(self._length + count, inputs.hidden.dtype).window(self._length, count)
+        layouts = [_CachedLayout(cache, rotation, model.head_dim, model.window, keeps) for cache in self._cache]
+        return model.run_layers(inputs, layouts)
+
+
+@dataclass
+class _LayerCache:
+    """Keys and values of the positions of depth 0 so far, or of the newest `window`; None before the first."""
+
+    known: KeyValue | None = None
+
+    def concat(self, news: KeyValue) -> KeyValue:
+        return news if self.known is None else self.known.concat(news)
+
+
+@dataclass(frozen=True)
+class _CachedLayout(TokenLayout):
+    """New tokens after those in a cache, causal. `keeps`: they are added to the cache."""
+
+    cache: _LayerCache
+    rotation: Rotation
+    width: int
+    window: int | None
+    keeps: bool
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.unflatten(-1, (-1, self.width)).transpose(0, 1)[None] for x in (query, key, value))
+        everything = self.cache.concat(KeyValue(self.rotation.apply(key), value))
+        news, total = query.shape[2], everything.key.shape[2]
+        window = total if self.window is None else self.window
+        if self.keeps:
+            self.cache.known = everything.select(slice(max(total - window, 0), None))
+        # A prompt is long and first: its mask is square, and without a window it is never materialised.
+        begins = news == total <= window
+        seen = None if begins else _make_causal_mask(news, total, window, query.device)
+        attended = F.scaled_dot_product_attention(
+            self.rotation.apply(query), *everything, attn_mask=seen, is_causal=begins, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1).flatten(1)
+
+    def expand_states(self, x: Tensor) -> Tensor:
+        return x
+
+
+def _make_causal_mask(news: int, total: int, window: int, device: torch.device) -> Tensor:
+    """Return which of `total` positions each of the last `news` sees, (news, total) bool: the newest `window` up to itself."""
+    offset = total - news
+    return torch.ones(news, total, dtype=torch.bool, device=device).tril(offset).triu(offset - window + 1)
 
 
 class PEagleStrategy(DecoderStrategy):

@@ -8,8 +8,8 @@ from typing import Any
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.conventions import name_releases
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.vllm_releases import name_releases
 from draftworks.strategies.dflash.export import BACKBONE, SpeculatorsDFlash, add_options
 
 _KEYS = {"refiner_rank": "xpress_rank", "mlp_ratio": "xpress_mlp_ratio", "jacobi_passes": "num_jacobi_passes"}

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftworks.export.readers.files import ExportFolder
-from draftworks.export.readers.reader import Features, TargetTensors
+from draftworks.export.readers.reader import ExportFolder, Features, TargetTensors
 from draftworks.strategies.dflash.reader import HeadReader, read_speculators
 
 

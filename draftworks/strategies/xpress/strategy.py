@@ -10,7 +10,7 @@ from draftworks.strategies.xpress.options import XPRESS
 class XPressStrategy(DFlashStrategy):
     """Blocks at DFlash's anchors; the refiner is trained on the true tokens, and on the draft's own.
 
-    The loss is in draftworks.strategies.xpress.loss. The weight w of a label is DFlash's: by place (`gamma`), or D-PACE.
+    The loss is in draftworks.strategies.xpress.model. The weight w of a label is DFlash's: by place (`gamma`), or D-PACE.
     In both modes of `options.loss` the labels of a block are those up to the end of the anchor's answer; loss_weight =
     Σ of the weights by place, or with `specforge` and D-PACE the number of samples, as in DSpark. (speculators 0.9.0
     divides by the number of labels.) Evaluations compute the same loss as training.

@@ -20,8 +20,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
 from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.parts import Part
-from draftworks.sglang.spool import write_failure
+from draftworks.sglang.spool import Part, write_failure
 from draftworks.storage.identity import LayerTap
 
 TARGET = TargetFiles(

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.readers.files import ExportFolder
-from draftworks.export.readers.reader import ExportReader, TargetTensors, read_taps
+from draftworks.export.readers.reader import ExportFolder, ExportReader, TargetTensors, read_taps
 from draftworks.strategies.eagle3.export_speculators import SpeculatorsEagle3
 from draftworks.strategies.eagle3.reader import read_speculators_eagle3
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy

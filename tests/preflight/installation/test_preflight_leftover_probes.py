@@ -85,11 +85,12 @@ def test_a_record_of_another_version_or_a_damaged_one_is_a_problem(var: Path, te
     assert (line.severity, words in line.text) == ("error", True)
 
 
-def test_stores_by_target_name_are_those_of_an_earlier_version(var: Path):
-    (var / "feature_store" / "0123456789abcdef").mkdir(parents=True)
-    assert len(list(probe_stores(var))) == 1
-    (var / "feature_store" / "tiny").mkdir()
+def test_a_store_by_target_name_that_no_link_leads_to_is_doubtful(var: Path):
+    for name in ("0123456789abcdef", "tiny"):
+        (var / "feature_store" / name).mkdir(parents=True)
     (var / "feature_store" / "aaaaaaaaaaaaaaaa").symlink_to("tiny")
+    assert len(list(probe_stores(var))) == 1
+    (var / "feature_store" / "old").mkdir()
     found = list(probe_stores(var))
-    assert list_states(found) == ["ok", "ok"]
-    assert "by target name: tiny;" in found[1].text
+    assert list_states(found) == ["ok", "warning"]
+    assert "nothing reads: old" in found[1].text

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.collation import collate_features
+from draftworks.drafts.documents import collate_features
 from draftworks.drafts.layers import seeded_linear
 from draftworks.drafts.objectives import token_mean_label_mask
 from draftworks.drafts.strategy import Drafter, DraftStrategy, Proposal, StepContext, StepOutput

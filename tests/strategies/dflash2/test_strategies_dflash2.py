@@ -13,8 +13,7 @@ from strategy_cases import HALFWAY, NAMES
 
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
-from draftworks.strategies.dflash2.loss import score_candidates, teach_candidates
-from draftworks.strategies.dflash2.model import BlockConvolution
+from draftworks.strategies.dflash2.model import BlockConvolution, score_candidates, teach_candidates
 from draftworks.strategies.dflash2.options import DFlash2Options
 from draftworks.strategies.dflash2.strategy import DFlash2Strategy
 

@@ -13,7 +13,7 @@ from draftworks.config.decoding import Decoding
 from draftworks.drafts.objectives import LossSettings
 from draftworks.drafts.sampling import verify
 from draftworks.drafts.strategy import Proposal, StepContext
-from draftworks.strategies.dspark.loss import dspark_losses
+from draftworks.strategies.dspark.model import dspark_losses
 from draftworks.strategies.dspark.options import DSparkOptions
 
 VOCAB, HIDDEN, RANK = 11, 6, 3

@@ -13,8 +13,7 @@ from strategy_cases import NAMES
 
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
-from draftworks.strategies.lilicorr.lattice import Candidates, LatticeScores
-from draftworks.strategies.lilicorr.loss import follow_labels
+from draftworks.strategies.lilicorr.model import Candidates, LatticeScores, follow_labels
 from draftworks.strategies.lilicorr.options import LiLiCorrOptions
 from draftworks.strategies.lilicorr.strategy import LiLiCorrStrategy
 

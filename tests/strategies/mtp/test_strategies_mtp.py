@@ -28,8 +28,7 @@ from draftworks.evaluation.result import make_example_metrics
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import choose_formats, export_draft
 from draftworks.export.importing import import_draft
-from draftworks.export.readers.files import ExportFolder
-from draftworks.export.readers.reader import ExportReader, TargetTensors
+from draftworks.export.readers.reader import ExportFolder, ExportReader, TargetTensors
 from draftworks.storage.files import read_json
 from draftworks.strategies.mtp.options import MTP
 from draftworks.strategies.mtp.reader import read_target_mtp

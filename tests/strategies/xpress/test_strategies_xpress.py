@@ -16,8 +16,7 @@ from xpress_cases import read
 from draftworks.drafts.objectives import LossSettings
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
-from draftworks.strategies.xpress.loss import xpress_losses
-from draftworks.strategies.xpress.model import Refiner
+from draftworks.strategies.xpress.model import Refiner, xpress_losses
 from draftworks.strategies.xpress.options import XPressOptions
 from draftworks.strategies.xpress.strategy import XPressStrategy
 
