@@ -73,13 +73,14 @@ demo-arriving: $(VENV)/ready .dagster/ready
 	until test -s var/arriving/rows.jsonl; do sleep 0.2; done; \
 	$(BIN)/draftworks run everything --target tiny --registry registry/examples/arriving
 
-demo-real: $(VENV)/gguf-ready .dagster/ready
+demo-real: $(VENV)/ready .dagster/ready
 	@test -n "$(REAL_$(SIZE))" || { echo "SIZE=$(SIZE): expected ci, short or long" >&2; exit 1; }
 	$(BIN)/python $(REAL)/fetch.py
 	$(BIN)/python $(REAL)/prompts.py
 	set -e; for target in $(REAL_$(SIZE)); do \
 		$(BIN)/draftworks run everything --target $$target --registry $(REAL); \
 		$(BIN)/draftworks summary $$target --registry $(REAL); done
+	@echo "Go on with: docs/real-model.md, $(BIN)/draftworks leaderboard --registry $(REAL), $(BIN)/draftworks ui --registry $(REAL)"
 
 ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)
@@ -177,7 +178,6 @@ reference: $(VENV)/ready
 # All that tests run in: those that install into .venv in turn, the others beside each other.
 environments:
 	$(MAKE) $(VENV)/docs-ready
-	$(MAKE) $(VENV)/gguf-ready
 	$(MAKE) $(CLUSTER)/ready .dagster/ready
 	$(MAKE) -j3 $(SGLANG)/ready $(SPECULATORS)/ready $(SPECFORGE)/ready $(MOONCAKE)/ready $(TRACKERS)/ready
 
@@ -221,10 +221,6 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,test,tensorboard,postgres,kubernetes,s3,gguf]'
-	@touch $@
-
-$(VENV)/gguf-ready: $(VENV)/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
 	@touch $@
 
 $(VENV)/docs-ready: $(VENV)/ready
