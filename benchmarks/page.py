@@ -37,6 +37,7 @@ MOONCAKE_LIBRARIES = ".venv-mooncake/libraries/usr/lib/x86_64-linux-gnu:.venv-mo
 COMMANDS = {
     "demo": "python benchmarks/demo.py --against f5da8b1",
     "step_time": "python benchmarks/step_time.py --no-compile",
+    "teacher_labels": "python benchmarks/teacher_labels.py",
     "compiled_steps": "python benchmarks/step_time.py 512x4 --steps 3",
     "rivals": "python benchmarks/rivals.py",
     "two_ranks": "python benchmarks/two_ranks.py",

@@ -194,13 +194,6 @@ def find_decision(var: Path, target: str, strategy: str) -> Decision | None:
     return _open_record(var, target, strategy).find()
 
 
-def list_decisions(var: Path) -> list[Decision]:
-    """Return the newest decision of every target and strategy, sorted by both. Raises StoreError for a damaged one."""
-    places = sorted(path.parent for path in (var / FOLDER).glob(f"*/*/{RECORD}"))
-    found = (find_decision(var, place.parent.name, place.name) for place in places)
-    return [decision for decision in found if decision is not None]
-
-
 def read_decision_history(var: Path, target: str, strategy: str) -> list[Decision]:
     """Return every decision of a target and strategy, oldest first, the newest last."""
     return list(_open_record(var, target, strategy).read_history())

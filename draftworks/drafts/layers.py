@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from draftworks.drafts.logit_losses import find_argmax
-from draftworks.drafts.objectives import Teacher
+from draftworks.drafts.objectives import KnownArgmaxes, Teacher
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
 
@@ -280,10 +280,15 @@ class ReducedVocabularyDraft(nn.Module):
         """Target ids that `lm_head` predicts, (V_d,) int64."""
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
-    def teacher(self, last: Tensor, target_head: Tensor) -> Teacher:
-        """Return the teacher of the target's last hidden states (B, S, H) and head (V, H)."""
-        draft_index = torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
-        return Teacher(last.flatten(0, 1), target_head, self.draft_ids, draft_index)
+    def teacher(self, last: Tensor, target_head: Tensor, argmaxes: Tensor | None = None) -> Teacher:
+        """Return the teacher of the target's last hidden states (B, S, H) and head (V, H).
+
+        Args:
+            argmaxes: (B·S,) int64, the target's, where they are known.
+        """
+        draft_ids, draft_index = self.draft_ids, torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
+        known = None if argmaxes is None else KnownArgmaxes(argmaxes, target_head[draft_ids])
+        return Teacher(last.flatten(0, 1), target_head, draft_ids, draft_index, known)
 
     def to_target_vocab(self, probabilities: Tensor) -> Tensor:
         """(…, V_d) to (…, V); tokens outside the draft's vocabulary get probability 0."""

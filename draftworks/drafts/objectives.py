@@ -246,12 +246,16 @@ class TeacherPlan(NamedTuple):
     draft_positions: Tensor
 
 
+def mark_taught(label_mask: Tensor) -> Tensor:
+    """Return a label mask (T, B, S) at the positions of its teachers: t+1+i instead of the draft's position t at step i."""
+    length = label_mask.shape[2]
+    return torch.stack([F.pad(mask, (1 + step, 0), value=False)[:, :length] for step, mask in enumerate(label_mask)])
+
+
 def make_teacher_plan(label_mask: Tensor) -> TeacherPlan:
     """Group a label mask (T, B, S) by teacher position, so that each distribution is computed once for all steps."""
-    steps, batch, length = label_mask.shape
-    # At the teacher position t+1+i instead of the draft position t.
-    shifted = [F.pad(mask, (1 + step, 0), value=False)[:, :length] for step, mask in enumerate(label_mask)]
-    taught = torch.stack(shifted).view(steps, batch * length)  # (T, N)
+    steps = len(label_mask)
+    taught = mark_taught(label_mask).view(steps, -1)  # (T, N)
     positions = taught.any(0).nonzero().squeeze(1)  # (P,)
     offsets = torch.arange(1, steps + 1, device=label_mask.device)[:, None]
     draft_positions = torch.where(taught[:, positions], positions[None] - offsets, -1)  # (T, P)
@@ -276,6 +280,18 @@ class TeacherChunk(NamedTuple):
     served: Tensor | None = None
 
 
+class KnownArgmaxes(NamedTuple):
+    """What spares a training the logits over the target's whole vocabulary.
+
+    Attributes:
+        ids: (N,) int64, the target's argmax at every position that is asked for.
+        head: (V_d, H), the draft vocabulary's rows of the target's head.
+    """
+
+    ids: Tensor
+    head: Tensor
+
+
 class Teacher(NamedTuple):
     """The target's side of the loss.
 
@@ -284,12 +300,14 @@ class Teacher(NamedTuple):
         head: (V, H), frozen.
         draft_ids: (V_d,) int64, target id of every draft id, ascending.
         draft_index: (V,) int64, draft id of every target id, -1 outside the draft vocabulary.
+        known: None where the argmaxes are not known.
     """
 
     last: Tensor
     head: Tensor
     draft_ids: Tensor
     draft_index: Tensor
+    known: KnownArgmaxes | None = None
 
     @torch.no_grad()
     def compute_distributions(
@@ -310,6 +328,8 @@ class Teacher(NamedTuple):
             with_unknown: keep positions whose label is outside the draft vocabulary; otherwise they are left out.
             served: decodings whose probabilities are wanted too; only with `with_unknown`.
         """
+        if self.known is not None and not with_unknown and not with_mass:
+            return self._compute_known(positions, self.known, dtype, temperature)
         logits = F.linear(self.last[positions].to(self.head.dtype), self.head)  # (n, V)
         labels = self.draft_index[find_argmax(logits)]  # (n,)
         restricted = logits[:, self.draft_ids]  # (n, V_d)
@@ -324,3 +344,13 @@ class Teacher(NamedTuple):
             mass = restricted.logsumexp(-1).sub_(soften(logits.to(dtype), temperature).logsumexp(-1)).exp_()
         probabilities = find_served_targets(logits.to(dtype), served, self.draft_ids) if served else None
         return TeacherChunk(kept, restricted.softmax(-1), labels, mass, probabilities)
+
+    def _compute_known(
+        self, positions: Tensor, known: KnownArgmaxes, dtype: torch.dtype, temperature: float
+    ) -> TeacherChunk:
+        """Return the chunk of those of the positions (n,) whose argmax is in the draft vocabulary."""
+        labels = self.draft_index[known.ids[positions]]  # (n,)
+        kept = labels >= 0
+        states = self.last[positions[kept]].to(known.head.dtype)  # (m, H)
+        logits = soften(F.linear(states, known.head).to(dtype), temperature)  # (m, V_d)
+        return TeacherChunk(kept, logits.softmax(-1), labels[kept], mass=None)

@@ -74,6 +74,9 @@ class DraftStrategy(ABC):
     """Tokens it is trained to propose at once: what a server would ask for."""
     max_draft_tokens: int | None = None
     """Tokens it can propose at once; None if there is no limit."""
+    reads_samples_again: bool = False
+    """Whether its training has more than one epoch, so that what is found of a sample is worth keeping; set by `Trainer`.
+    """
     model_methods: tuple[str, ...] = ()
     """Methods of `model` beside forward that use its parameters; FSDP gathers them for these too."""
 
@@ -95,6 +98,10 @@ class DraftStrategy(ABC):
     @abstractmethod
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Return loss and metric sums of one micro-batch. Calls `self.model(...)` once, so that FSDP hooks run."""
+
+    def find_share_done(self, step: int, total_steps: int) -> float:
+        """Return the share of a training's work that is done after an optimizer step, 0 to 1; for estimates of time."""
+        return step / total_steps
 
     @abstractmethod
     def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:

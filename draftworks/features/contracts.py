@@ -66,11 +66,6 @@ class CaptureConfig:
     def names(self) -> tuple[str, ...]:
         return (*(f"hf{index}" for index in self.aux_layer_ids), "last")
 
-    @property
-    def aux_width(self) -> int:
-        """Width of all taps side by side."""
-        return len(self.aux_layer_ids) * self.hidden_size
-
 
 @dataclass(frozen=True)
 class SampleRef:

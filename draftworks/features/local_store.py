@@ -61,7 +61,6 @@ class LocalFeatureStore(KeyedFeatureStore):
         shard_bytes: `put` publishes a shard once it holds this much.
         max_open: shards kept mapped.
         max_hold_age_s: leases older than this are dropped by `gc`.
-        read_only: make no folders. Whoever says so must not put, free or collect garbage.
         keep_tensors: `put` buffers the tensors themselves, which nobody changes afterwards, and not copies of them.
     """
 
@@ -74,13 +73,12 @@ class LocalFeatureStore(KeyedFeatureStore):
         shard_bytes: int = 256 << 20,
         max_open: int = 64,
         max_hold_age_s: float = 3600.0,
-        read_only: bool = False,
         keep_tensors: bool = False,
     ) -> None:
         self.root = root.resolve()
         self._shards = self.root / "shards"
         self._staging = self.root / "staging"
-        for folder in () if read_only else (self._shards, self._staging):
+        for folder in (self._shards, self._staging):
             folder.mkdir(parents=True, exist_ok=True)
         self._verify = verify_reads
         self._journals = FreedKeys(self._shards)

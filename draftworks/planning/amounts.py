@@ -185,11 +185,15 @@ def _count_conversations(subject: PlanSubject, part: _Part, sample: DataSample |
     limit = _find_limit(subject, part.eval_set)
     if sample is None and limit is None:
         name = subject.target.name
-        own = part.eval_set == HELDOUT
-        key = f"data.max_conversations of target {name}" if own else f"max_conversations of evals/{part.eval_set}.yaml"
+        heldout = part.eval_set == HELDOUT
+        key = (
+            f"data.max_conversations of target {name}"
+            if heldout
+            else f"max_conversations of evals/{part.eval_set}.yaml"
+        )
         raise ConfigError(
-            f"target {name}: a plan needs the number of conversations of {'its data' if own else part.eval_set}, which is "
-            f"not known before they are prepared: files lie elsewhere, or no row can be read. Set {key}, or run: "
+            f"target {name}: a plan needs the number of conversations of {'its data' if heldout else part.eval_set}, "
+            f"which is not known before they are prepared: files lie elsewhere, or no row can be read. Set {key}, or run: "
             f"draftworks run prepare --target {name}"
         )
     if sample is None:
@@ -243,8 +247,8 @@ def _estimate_answers(sample: DataSample, settings: ResponseSpec, generates: boo
     if not generates:
         return sample.answer_tokens
     limit = settings.max_new_tokens * sample.turns
-    own = sample.answer_tokens.cap(limit)
-    return Estimate(own.low / 2, own.value, limit)
+    given = sample.answer_tokens.cap(limit)
+    return Estimate(given.low / 2, given.value, limit)
 
 
 def _find_kind(subject: PlanSubject) -> str:

@@ -50,12 +50,12 @@ class DataSample:
     def join(self, other: DataSample) -> DataSample:
         """Return the size of both data sets together, by row as the mean of all rows."""
         rows = self.rows + other.rows
-        own = self.rows.value / rows.value if rows.value else 0.5
+        share = self.rows.value / rows.value if rows.value else 0.5
         return DataSample(
             rows,
-            self.prompt_tokens * own + other.prompt_tokens * (1 - own),
-            self.answer_tokens * own + other.answer_tokens * (1 - own),
-            self.turns * own + other.turns * (1 - own),
+            self.prompt_tokens * share + other.prompt_tokens * (1 - share),
+            self.answer_tokens * share + other.answer_tokens * (1 - share),
+            self.turns * share + other.turns * (1 - share),
             self.tokenized and other.tokenized,
             self.guessed or other.guessed,
         )

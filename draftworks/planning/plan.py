@@ -88,7 +88,7 @@ class Plan:
     Attributes:
         identity: digest of what is planned, see `identify_plan`. Figures of what exists are not in it.
         made_at: seconds since the epoch.
-        own: the way that the target's entry asks for.
+        chosen_way: the way that the target's entry asks for.
         thinking_comparison: seconds of `compare_thinking`, which no other job makes; in no sum of this plan.
     """
 
@@ -96,7 +96,7 @@ class Plan:
     strategies: tuple[str, ...]
     identity: str
     made_at: float
-    own: Way
+    chosen_way: Way
     amounts: Mapping[str, Amount]
     ways: Mapping[Way, WayPlan]
     prices: PricesSpec | None = None
@@ -105,7 +105,7 @@ class Plan:
     @property
     def chosen(self) -> WayPlan:
         """The plan of the way that the target's entry asks for."""
-        return self.ways[self.own]
+        return self.ways[self.chosen_way]
 
     def price(self, way: Way) -> Money | None:
         """Return the money that a way costs; None if the deployment names no prices."""
@@ -154,7 +154,7 @@ def make_plan(
         strategies=chosen,
         identity=identify_plan(subject),
         made_at=time.time(),
-        own=choose_way(target),
+        chosen_way=choose_way(target),
         amounts=amounts,
         ways={way: _plan_way(planner) for way, planner in planners.items()},
         prices=subject.registry.load_deployment().prices,
@@ -207,7 +207,7 @@ def add_plans(plans: Sequence[Plan]) -> Plan:
         strategies=tuple(dict.fromkeys(name for plan in plans for name in plan.strategies)),
         identity=digest([plan.identity for plan in plans]),
         made_at=first.made_at,
-        own=first.own,
+        chosen_way=first.chosen_way,
         amounts={f"{plan.targets[0]} {TRAIN}": plan.amounts[TRAIN] for plan in plans},
         ways=ways,
         prices=first.prices,

@@ -16,7 +16,7 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 def build_header(plan: Plan, actual: Sequence[StepActual] = ()) -> tuple[str, ...]:
     """Return the titles of the columns; the way that the target's entry asks for has a star."""
-    ways = [f"{plan.ways[way].way}{' *' if way == plan.own else ''}" for way in WAYS]
+    ways = [f"{plan.ways[way].way}{' *' if way == plan.chosen_way else ''}" for way in WAYS]
     return ("step", "tokens", "there", *ways, *(("took", "took / plan") if actual else ()), "rate")
 
 
@@ -75,7 +75,7 @@ def build_json(plan: Plan, actual: Sequence[StepActual] = ()) -> dict[str, Any]:
     return {
         "targets": list(plan.targets),
         "strategies": list(plan.strategies),
-        "registry_asks_for": plan.own,
+        "registry_asks_for": plan.chosen_way,
         "data": data,
         "ways": ways,
         "thinking_comparison_seconds": plan.thinking_comparison.to_json(),
@@ -176,7 +176,7 @@ def _list_assets(plan: Plan) -> list[str]:
 def _build_step_row(plan: Plan, asset: str, took: dict[str, StepActual] | None) -> tuple[str, ...]:
     by_way = {way: [each for each in plan.ways[way].steps if each.asset == asset] for way in WAYS}
     seconds = [_format_way(by_way[way]) for way in WAYS]
-    shown = next(steps for steps in (by_way[plan.own], *by_way.values()) if steps)
+    shown = next(steps for steps in (by_way[plan.chosen_way], *by_way.values()) if steps)
     tokens = sum((each.tokens for each in shown[1:]), shown[0].tokens)
     there = sum(each.made_share for each in shown) / len(shown)
     compared: tuple[str, ...] = ()

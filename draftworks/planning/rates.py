@@ -196,9 +196,9 @@ def find_rate(subject: PlanSubject, program: Program, device: str, ranks: int, s
         device: of the job, as its section of the registry names it.
         strategy: of the draft, for the programs that run one.
     """
-    own = list(_measure(subject, program, strategy))
-    if own:
-        return _combine(own, ranks)
+    measured = list(_measure(subject, program, strategy))
+    if measured:
+        return _combine(measured, ranks)
     on_gpu = subject.uses_gpu(device)
     other = _find_closest(subject, program, strategy, device)
     if other is not None:

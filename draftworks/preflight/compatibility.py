@@ -221,9 +221,9 @@ def check_start_from(
         raise ConfigError(f"{where}: {error}. `draftworks import` makes a draft of a peer's checkpoint") from error
     if found.strategy != strategy.name:
         raise ConfigError(f"{where}: {folder}: expected a draft of {strategy.name}, found one of {found.strategy}")
-    theirs = strategy.parse_options(found.draft.get("options", {}), where=str(folder))
+    former = strategy.parse_options(found.draft.get("options", {}), where=str(folder))
     wanted = {"hidden_size": files.hidden_size, "vocab_size": files.vocab_size, **options.select_structural()}
-    given = {**found.draft, **theirs.select_structural()}
+    given = {**found.draft, **former.select_structural()}
     if strategy.uses_vocab_mapping:
         wanted["draft_vocab_size"] = options.model_dump()["draft_vocab_size"]
     wanted |= {key: value for key, value in _list_inputs(strategy, options, files).items() if key in found.draft}
@@ -303,8 +303,8 @@ def check_quantizer(target: TargetSpec, files: TargetFiles, registry: Registry, 
     if obstacle is not None and target.evaluation.loop.prompts:
         told = obstacle.describe("set evaluation.loop.prompts: 0")
         _choose(target, registry, findings, "evaluate")(f"{where}: evaluation.loop: {told}")
-    ours = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
-    if ours and method not in _OF_SGLANG:
+    starts_sglang = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
+    if starts_sglang and method not in _OF_SGLANG:
         findings.warning(
             f"{where}: capture.backend {backend}: quantised ({method}), which SGLang 0.5.23 does not know: use backend hf, or the "
             "checkpoint without quantisation"

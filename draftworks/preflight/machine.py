@@ -321,16 +321,16 @@ def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) ->
     """Check that SGLang's environment exists and has SGLang, by its files: the programs start it, which takes seconds."""
     python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
     backend, serves = target.capture.backend, target.evaluation.serving.prompts > 0
-    ours = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
-    if (ours or serves) and not python.is_file():
-        reason = f"capture.backend {backend}" if ours else "evaluation.serving.prompts"
+    starts_sglang = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
+    if (starts_sglang or serves) and not python.is_file():
+        reason = f"capture.backend {backend}" if starts_sglang else "evaluation.serving.prompts"
         findings.error(
             f"target {target.name}: {reason} needs SGLang, and {python} does not exist: make sglang-env, or name its "
             "environment in registry/deployment.yaml: sglang.python"
         )
-    elif ours or serves:
+    elif starts_sglang or serves:
         with findings.collect_errors():
-            _require_sglang(python, ours)
+            _require_sglang(python, starts_sglang)
 
 
 def _require_sglang(python: Path, captures: bool) -> None:

@@ -242,16 +242,16 @@ def _count_conversation(
     prompt = chat.encode_prompt(questions[0].turns)
     row = RowTokens(conversation.id, conversation.prompt_key, prompt=len(prompt), answers=len(questions))
     try:
-        own = encode_own_answers(chat, conversation, target.data.only_last_turn)
+        answers = encode_own_answers(chat, conversation, target.data.only_last_turn)
     except DataError as error:
         counts.update(prompt)
         if target.responses.mode == "regenerate":
             return row
         return replace(row, answer_problem=str(error), outside=isinstance(error, OutsideVocabulary))
-    for sample in own:
-        counts.update(sample.input_ids.tolist())
-    supervised = sum(int(sample.loss_mask[: target.max_length].sum()) for sample in own)
-    return replace(row, length=max(map(len, own)), supervised=supervised)
+    for answer in answers:
+        counts.update(answer.input_ids.tolist())
+    supervised = sum(int(answer.loss_mask[: target.max_length].sum()) for answer in answers)
+    return replace(row, length=max(map(len, answers)), supervised=supervised)
 
 
 def list_uses(
@@ -269,8 +269,8 @@ def list_uses(
     if not (sample.whole and sound) or target.mix is not None:
         what, first = f"its first {len(rows):,} rows", tuple(rows.values())
         uses = [DataUse(what, first, asked=True, trained=trained and regenerated)] if asked else []
-        own = (trained or not asked) and not regenerated
-        return [*uses, DataUse(what, first, asked=False, trained=trained)] if own else uses
+        keeps_answers = (trained or not asked) and not regenerated
+        return [*uses, DataUse(what, first, asked=False, trained=trained)] if keeps_answers else uses
     items, uses = list({item.id: item for item in sample.items}.values()), []
 
     def use(chosen: Iterable[Conversation | TokenRow], what: str, asked: bool, eval_set: str | None = None) -> DataUse:

@@ -41,9 +41,12 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         @cache
         def load_and_probe() -> tuple[TargetEngine, ProbeReport]:
             """Load the engine, once and only if it is needed, and probe it before anything is stored."""
-            loaded = load_engine(run.target, run.capture, device, make_engine_place(run, ctx, folder, tokens, servers))
+            with ctx.doing("loading the target"):
+                place = make_engine_place(run, ctx, folder, tokens, servers)
+                loaded = load_engine(run.target, run.capture, device, place)
             closing.callback(loaded.close)
-            compared = probe.compare(loaded)
+            with ctx.doing("comparing the engine with the target's own files"):
+                compared = probe.compare(loaded)
             loaded.share_with_job()
             return loaded, compared
 
@@ -66,7 +69,8 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         manifest = write_manifest(run, tokens, [each for summary in summaries for each in summary.failed])
         store = open_store(run.store)
         engine, report = load_and_probe()
-        check = recheck(engine, store, manifest.refs, tokens)
+        with ctx.doing("capturing some stored samples again and comparing them"):
+            check = recheck(engine, store, manifest.refs, tokens)
         store.close()
     return {
         **describe_set(manifest),

@@ -16,6 +16,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from draftworks.capture.batch_notes import ProgressCallback
 from draftworks.config.decoding import GREEDY, Decoding, describe_servers
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import EvaluateRun
@@ -71,6 +72,7 @@ class Rung4:
         weights_digest: of the draft in `draft.strategy`.
         walks: rung 3 of the prompts' answers, by sample id.
         log: prints a line; called on every rank.
+        progress: told of every prompt.
     """
 
     run: EvaluateRun
@@ -81,6 +83,7 @@ class Rung4:
     draft_tokens: int
     device: torch.device
     log: Callable[[str], None]
+    progress: ProgressCallback
 
     def measure(self) -> tuple[LoopMeasurement, ...]:
         """Return a measurement per decoding, from the cache or by decoding. A collective.
@@ -108,7 +111,7 @@ class Rung4:
     def _decode_and_store(self, identity: LoopIdentity, cache: LoopCache | None) -> LoopMeasurement:
         """Decode, and store the measurement at once, so that a later interruption does not lose it."""
         walks = self.walks if identity.decoding == GREEDY else None
-        measured = self._loop.measure(self.prompts, identity.decoding, walks)
+        measured = self._loop.measure(self.prompts, identity.decoding, walks, self.progress)
         self._on_rank_0(lambda: None if cache is None else cache.store(identity, measured))
         return measured
 
@@ -261,7 +264,8 @@ class _EvaluationRun:
             DataError: no sample has a token to measure on.
         """
         ctx = StepContext(training=False, served=self.run.evaluation.loop.list_simulated(self.run.strategy))
-        result = Evaluator(self.device).run(forward, self.build_loader(), ctx)
+        with self.ctx.doing(f"{name}: losses and accuracy (rungs 0 and 1)"):
+            result = Evaluator(self.device).run(forward, self.build_loader(), ctx)
         if result is None:
             raise make_empty_heldout_error(self.run.heldout)
         length = format_length(result.simulated_acc_len, 3)
@@ -286,12 +290,14 @@ class _EvaluationRun:
             self.draft_tokens,
             self.device,
             log=lambda text: self._log(f"{name}: {text}"),
+            progress=lambda now: self.ctx.report_progress({"rung": 4, **now.summarize()}),
         )
         return replace(found.measured, loops=rung4.measure())
 
     def _measure_with_replay(self, name: str, trace_ids: Collection[str] = ()) -> _Measured:
         result = self.measure_accuracy(name, self.strategy.forward_loss)
-        found = replay_all(self.strategy, self.build_loader(), self.draft_tokens, self.device, trace_ids)
+        with self.ctx.doing(f"{name}: replaying the answers (rungs 2 and 3)"):
+            found = replay_all(self.strategy, self.build_loader(), self.draft_tokens, self.device, trace_ids)
         measured = DraftMeasurement(
             result,
             blocks=tuple(one.blocks for one in found),

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from draftworks.distributed.stop_signals import Interrupted, end_with_parent, ra
 from draftworks.errors import DraftworksError
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.heartbeat import LABEL, Heartbeat
+from draftworks.programs.silence import Silence
 from draftworks.storage.files import explain_full_disk
 from draftworks.storage.shared_folder import check_shared_folder_of_job
 from draftworks.targets.resolve import require_unchanged
@@ -57,6 +58,7 @@ class ProgramContext:
     world_size: int = 1
     pipes: PipesContext | None = None
     heartbeat: Heartbeat | None = None
+    silence: Silence | None = field(default=None, repr=False, init=False)
     _last_progress_s: float = field(default=float("-inf"), repr=False)
 
     @classmethod
@@ -74,8 +76,14 @@ class ProgramContext:
     def log(self, message: str) -> None:
         """Print a line to stdout, with the rank if there are several; rank 0's lines also go to Dagster's run page, with
         the launcher's name for the program if others run beside it."""
-        prefix = f"[rank {self.rank}] " if self.world_size > 1 else ""
         self.beat(message)
+        if self.silence is not None:
+            self.silence.heard()
+        self.print_line(message)
+
+    def print_line(self, message: str) -> None:
+        """Print a line as `log` does, which counts as no progress: a program that hangs may say that it does nothing."""
+        prefix = f"[rank {self.rank}] " if self.world_size > 1 else ""
         print(f"{prefix}{message}", flush=True)
         if self.pipes is not None:
             label = self.pipes.extras.get(LABEL)
@@ -93,6 +101,10 @@ class ProgramContext:
             return
         self._last_progress_s = now
         self.log(line)
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Name what takes long, such as "loading the target": printed at every `SILENCE_S` without another line."""
+        return nullcontext() if self.silence is None else self.silence.doing(what)
 
     def beat(self, message: str | None = None) -> None:
         """Record progress in the heartbeat, by which a launcher finds ranks that hang."""
@@ -154,7 +166,8 @@ def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict
         if context.local_rank == 0 and isinstance(run, TargetRun):  # on every machine: each has its own disk
             require_unchanged(run.target)
         try:
-            report = main(run, context)
+            with _watch_silence(context):
+                report = main(run, context)
         except Exception as error:
             full = explain_full_disk(error, run.out)
             if full is None or isinstance(error, DraftworksError):
@@ -162,6 +175,17 @@ def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict
             raise full from error
         if context.is_main:
             context.send_report(report)
+
+
+@contextmanager
+def _watch_silence(context: ProgramContext) -> Iterator[None]:
+    """Let rank 0 say what it is doing while nothing else is printed."""
+    if not context.is_main:
+        yield
+        return
+    context.silence = Silence(context.print_line)
+    with context.silence.watched():
+        yield
 
 
 def _load_run_file(run_type: type[RunType], path: Path) -> RunType:

@@ -19,6 +19,7 @@ from draftworks.data.rejected import RejectedSample, write_rejected
 from draftworks.distributed.collectives import gather_from_ranks, open_process_group
 from draftworks.distributed.stop_signals import Interrupted, StopRequest, defer_stop
 from draftworks.drafts.draft_io import DraftConfig, load_draft, save_draft
+from draftworks.drafts.strategy import DraftStrategy
 from draftworks.programs.assembly import (
     Draft,
     Samples,
@@ -111,7 +112,7 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
     trackers = _make_trackers(run, ctx, identity)
     arrival = _open_arrival(run, draft, persistence, stop)
     data = _Data(samples, held_out, stream, arrival)
-    observers = [*_make_observers(run, ctx, stream), *trackers]
+    observers = [*_make_observers(run, ctx, stream, draft.strategy), *trackers]
     trainer = _make_trainer(run, ctx, device, stop, draft, data, observers, persistence, begun is not None)
     if ctx.is_main:
         ctx.log(_describe_plan(run, draft, samples, trainer, persistence, device))
@@ -119,8 +120,9 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
             ctx.log(stream.describe())
         for own in draft.parts.own if isinstance(draft.options, LayerOptions) else ():
             ctx.log(f"of the draft's own, not the target's: {own}")
-    if not trainer.can_evaluate():
-        raise make_empty_heldout_error(run.heldout)
+    with ctx.doing("looking for supervised held-out tokens"):
+        if not trainer.can_evaluate():
+            raise make_empty_heldout_error(run.heldout)
     with report_to(trackers):
         if arrival is not None:
             _fit_arriving(trainer, arrival)
@@ -267,11 +269,13 @@ def _make_identity(
     }
 
 
-def _make_observers(run: TrainRun, ctx: ProgramContext, stream: TrainingStream | None) -> list[TrainingObserver]:
-    report = ProgressReport(ctx.report_progress)
-    if stream is not None and ctx.is_main:
-        report = ProgressReport(ctx.report_progress, stream.report.measure)
-    observers: list[TrainingObserver] = [report]
+def _make_observers(
+    run: TrainRun, ctx: ProgramContext, stream: TrainingStream | None, strategy: DraftStrategy
+) -> list[TrainingObserver]:
+    measured = {"measure": stream.report.measure} if stream is not None and ctx.is_main else {}
+    observers: list[TrainingObserver] = [
+        ProgressReport(ctx.report_progress, **measured, find_share_done=strategy.find_share_done)
+    ]
     if run.training.tensorboard and ctx.is_main:
         observers.append(TensorBoardLog(run.out / "tensorboard"))
     return observers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -158,9 +158,6 @@ class InService:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"{where}: not a record of a draft in service: {error!r}") from None
         return found
-
-    def without_canary(self) -> InService:
-        return replace(self, canary=None)
 
 
 _RECORD = TypeAdapter(InService)

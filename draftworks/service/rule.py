@@ -1,8 +1,8 @@
 """The rule of promotion: on every eval set, and every large slice, not inferior to the best draft in service. Torch-free.
 
 A draft is promoted if, on every eval set, the lower bound of the paired 95% interval of (new - best) of the walk's
-accepted tokens per pass is at least -margin, and no slice is lost (`draftworks.service.rule`). Best is the best draft that was ever in service for these weights of the
-target, not the one in service now, so small losses do not add up over many promotions.
+accepted tokens per pass is at least -margin, and no slice is lost (`judge_slices`). Best is the best draft that was ever in
+service for these weights of the target, not the one in service now, so small losses do not add up over many promotions.
 
 How drafts compare with each other is known from the figures of their own promotions: each has a strength, that of the
 draft it was compared with plus the measured difference. Where the best draft cannot be compared any more, since the eval

@@ -108,7 +108,6 @@ def check_shared_folder(token: FolderToken, patience_s: float = PATIENCE_S) -> F
         answer_path = token.path.with_name(f"{token.id}.{host}.{os.getpid()}.json")
         ahead_s = measure_clock_lead(answer_path, {"host": host})
         answer = FolderAnswer(host, ahead_s - token.ahead_s)
-        measure_clock_lead(answer_path, asdict(answer))
     except OSError as error:
         raise ConfigError(
             f"{token.folder} on host {host}: expected a folder that this job may write to, as host {token.host} may, "
@@ -127,22 +126,6 @@ def check_shared_folder_of_job(env: Mapping[str, str]) -> None:
     token = FolderToken.from_env(env)
     if token is not None:
         check_shared_folder(token)
-
-
-def read_folder_answers(token: FolderToken) -> list[FolderAnswer]:
-    """Return the answers to a token so far, for who wrote it: without any, no process of the job has seen the folder."""
-    answers = []
-    for path in sorted(token.path.parent.glob(f"{token.id}.*.json")):
-        with suppress(OSError, ValueError, TypeError):
-            answers.append(FolderAnswer(**json.loads(path.read_text())))
-    return answers
-
-
-def remove_folder_token(token: FolderToken) -> None:
-    """Remove a token and its answers."""
-    for path in [token.path, *token.path.parent.glob(f"{token.id}.*.json")]:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
 
 
 def describe_skew(token: FolderToken, answer: FolderAnswer) -> str | None:

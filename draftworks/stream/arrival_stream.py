@@ -249,8 +249,8 @@ class RefDistributor:
             DraftworksError: on every rank, what made the producers or the queue fail.
         """
         while not self.is_over:
-            own, error = self._decide(WAIT_S if wait else 0.0)
-            agreed = agree(own, error, self._group)
+            decision, error = self._decide(WAIT_S if wait else 0.0)
+            agreed = agree(decision, error, self._group)
             if agreed.verdict is Verdict.GO:
                 return self._deal()
             if agreed.verdict is Verdict.WAIT:

@@ -258,11 +258,18 @@ class ProgressReport:
 
     Args:
         measure: more figures of a training point, by name; called with its step.
+        find_share_done: see `DraftStrategy`.
     """
 
-    def __init__(self, sink: ProgressSink, measure: Callable[[int], Mapping[str, Any]] = lambda step: {}) -> None:
+    def __init__(
+        self,
+        sink: ProgressSink,
+        measure: Callable[[int], Mapping[str, Any]] = lambda step: {},
+        find_share_done: Callable[[int, int], float] = lambda step, total_steps: step / total_steps,
+    ) -> None:
         self._sink = sink
         self._measure = measure
+        self._find_share_done = find_share_done
 
     def on_train(self, point: TrainPoint, total_steps: int) -> None:
         self._sink(
@@ -274,7 +281,7 @@ class ProgressReport:
                 "lr": point.lr,
                 "grad_norm": point.grad_norm,
                 "tokens/s": round(point.tokens_per_s),
-                "eta_s": round(estimate_remaining_s(point, total_steps)),
+                "eta_s": round(estimate_remaining_s(point, self._find_share_done(point.step, total_steps))),
                 **self._measure(point.step),
             },
             force=point.step == total_steps,
@@ -328,6 +335,10 @@ class TensorBoardLog:
         writer.flush()
 
 
-def estimate_remaining_s(point: TrainPoint, total_steps: int) -> float:
-    """Return the seconds left at the mean speed so far, without evaluations."""
-    return point.seconds / point.step * (total_steps - point.step)
+def estimate_remaining_s(point: TrainPoint, share_done: float) -> float:
+    """Return the seconds left at the mean speed so far, without evaluations.
+
+    Args:
+        share_done: of the training's work, above 0.
+    """
+    return point.seconds * (1 - share_done) / share_done

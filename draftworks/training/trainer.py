@@ -161,6 +161,7 @@ class Trainer:
         plan = make_plan(training, order.steps_per_epoch, evaluates_start)
         position = TrainingProgress(order.samples, order.global_batch_size, left_out=order.left_out)
         self.strategy = strategy
+        strategy.reads_samples_again = plan.total_steps > plan.steps_per_epoch
         self.persistence = persistence
         self._publish_best = training.publish == "best"
         resumed = None

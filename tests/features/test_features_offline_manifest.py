@@ -10,8 +10,8 @@ from features_toys import filled_store
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import assert_no_tensors
+from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import MANIFEST, FeatureSetIdentity, OfflineManifestReader, write_feature_set
-from draftworks.features.wrapped_store import ReadOnlyFeatureStore
 
 
 @pytest.fixture
@@ -33,7 +33,8 @@ def test_refs_are_listed_though_the_store_is_gone(folder: Path):
 
 def test_refs_are_read_from_the_store_that_they_name(folder: Path):
     refs = OfflineManifestReader(folder, streams=("last",)).read()
-    store = ReadOnlyFeatureStore(refs[0].feature_store_uri)
+    store = LocalFeatureStore(folder.parent / "store")
+    assert {ref.feature_store_uri for ref in refs} == {store.uri}
     for ref in refs:
         tensors, handle = store.get(ref)
         assert tensors.keys() == {"last"}

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 from features_toys import ToyTokens, toy_ref
-from store_contract import ReadingContract, WritingContract
-from store_harness import FileHarness, put
+from store_contract import WritingContract
+from store_harness import FileHarness
 from store_keyed_contract import PruningContract
 
-from draftworks.features.contracts import SampleRef
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.features.wrapped_store import JoinedStore, ReadOnlyFeatureStore
+from draftworks.features.wrapped_store import JoinedStore
 
 TOKENS = ToyTokens([toy_ref(index) for index in range(500)])
 
@@ -30,22 +29,6 @@ class TestLocalFeatureStore(PruningContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> FileHarness:
         return FileHarness(tmp_path, open_local)
-
-
-class ReadOnlyHarness(FileHarness):
-    """Samples come from a local store that writes."""
-
-    def fill(self, index: int) -> SampleRef:
-        return put(LocalFeatureStore(self.root), index)
-
-
-class TestReadOnlyFeatureStore(ReadingContract):
-    @pytest.fixture
-    def harness(self, tmp_path: Path) -> FileHarness:
-        def opened(root: Path, max_hold_age_s: float) -> ReadOnlyFeatureStore:
-            return ReadOnlyFeatureStore(root.as_uri(), max_hold_age_s=max_hold_age_s)
-
-        return ReadOnlyHarness(tmp_path, opened)
 
 
 class TestKeyedSharedDirStore(PruningContract):

@@ -88,7 +88,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         for each in way.steps:
             told[f"{way.way} {each.asset}"] = format_step(each)
         told[f"{way.way} peak, gate"] = " ".join(map(format_estimate, (way.peak_bytes, way.unasked_gate)))
-    return told | {"comparison": format_estimate(plan.thinking_comparison), "own": plan.own}
+    return told | {"comparison": format_estimate(plan.thinking_comparison), "own": plan.chosen_way}
 
 
 def pass_states(target: PlannedTarget, changes: bool) -> Iterator[str]:
@@ -131,6 +131,6 @@ def test_a_plan_finds_made_what_the_assets_find_made(tmp_path: Path, case: str):
     for state in pass_states(target, changes=case == next(iter(CASES))):
         asked = ask_assets(target.name, target.registry)
         planned = {each.asset: each.is_made for each in target.plan().chosen.steps if each.asset in asked}
-        if target.plan().own == "streamed":
+        if target.plan().chosen_way == "streamed":
             del planned["training_features"]  # a plan of them: what is captured is part of the training
         assert planned == {name: asked[name] for name in planned}, state

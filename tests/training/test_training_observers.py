@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from strategy_cases import make
 from tracker_toys import RESULT, make_point
 
 from draftworks.errors import ConfigError, StoreError
@@ -48,7 +49,19 @@ def test_evaluations_and_the_last_step_force_their_way() -> None:
 
 
 def test_time_left_is_zero_at_the_end() -> None:
-    assert estimate_remaining_s(make_point(8, 1.0), 8) == 0.0
+    assert estimate_remaining_s(make_point(8, 1.0), share_done=1.0) == 0.0
+
+
+def test_time_left_knows_that_later_steps_unroll_further() -> None:
+    """By the mean of the steps so far it would be 8 s: those that are left take two and a half times as long each."""
+    told = []
+    strategy = make("eagle3", short_unroll=0.5, ttt_length=5)
+    report = ProgressReport(
+        lambda values, *, force=False: told.append(values), find_share_done=strategy.find_share_done
+    )
+    report.on_train(make_point(4, 1.0), total_steps=8)
+    assert told[0]["eta_s"] == 20
+    assert [strategy.find_share_done(step, 8) for step in (0, 8)] == [0, 1]
 
 
 def test_smoothed_losses_leave_out_points_without_loss(history: History) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedModel
 
+from draftworks.capture.batch_notes import Progress, ProgressCallback
 from draftworks.config.decoding import Decoding
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strict_yaml import describe_validation_error
@@ -84,20 +86,26 @@ class DecodingLoop:
     max_length: int | None = None
 
     def measure(
-        self, prompts: Sequence[Prompt], decoding: Decoding, walks: Mapping[str, AnswerTrace] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        decoding: Decoding,
+        walks: Mapping[str, AnswerTrace] | None = None,
+        progress: ProgressCallback = lambda now: None,
     ) -> LoopMeasurement:
         """Decode every prompt with and without the draft, one prompt at a time; ranks share them. A collective.
 
         Args:
             walks: rung 3 of these prompts' answers by sample id, to list differences; at temperature 0 only.
+            progress: told after every prompt of this rank.
         """
         share = prompts[get_rank() :: get_world_size()]
         for prompt in share[:1]:
             self._measure_prompt(prompt, decoding)  # warm-up: the first prompt also pays for one-time setup
-        mine = [
-            self._measure_prompt(prompt, decoding, None if walks is None else walks[prompt.sample_id])
-            for prompt in share
-        ]
+        started, mine = time.monotonic(), []
+        for done, prompt in enumerate(share, start=1):
+            mine.append(self._measure_prompt(prompt, decoding, None if walks is None else walks[prompt.sample_id]))
+            tokens, seconds = sum(part.tokens + part.plain_tokens for part in mine), time.monotonic() - started
+            progress(Progress("prompts", done, len(share), done / len(share), tokens, seconds))
         shares = gather_from_ranks(mine)
         parts = sorted((part for share in shares for part in share), key=lambda part: part.acceptance.sample_id)
         found = tuple(part.difference for part in parts if part.difference is not None)

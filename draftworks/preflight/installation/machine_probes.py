@@ -78,7 +78,7 @@ def _collect(probe: Probe, outcome: _Outcome, deadline: float, limit_s: float) -
         yield Finding("warning", f"no answer within {limit_s:.0f} s", probe.area, todo)
 
 
-GPU, SGLANG, CLOCKS, PORTS, PROCESSES = "gpu", "sglang", "clocks", "ports", "processes"
+GPU, SGLANG, CLOCKS, PROCESSES = "gpu", "sglang", "clocks", "processes"
 NVIDIA_SMI = "nvidia-smi"
 _QUERY = ("--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader")
 _ASK_TORCH = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count(), sep='|')"
@@ -250,7 +250,6 @@ def probe_orphans() -> Iterator[Finding]:
 
 
 AREA = "versions"
-DISTRIBUTION = "draftworks"
 _SHOWN = ("torch", "dagster", "transformers")
 
 

@@ -148,17 +148,18 @@ def _distill(
     def teach(positions: Tensor) -> TeacherChunk:
         return teacher.compute_distributions(positions, wide, with_mass, with_unknown, temperature, decodings)
 
-    chunks = _split_into_chunks(teach, teacher.head, plan, head)
+    widest = teacher.head if teacher.known is None else teacher.known.head
+    chunks = _split_into_chunks(teach, len(widest), plan, head)
     return chunked_loss(formula, chunks, [states], [head])
 
 
 def _split_into_chunks(
-    teach: Callable[[Tensor], TeacherChunk], target_head: Tensor, plan: TeacherPlan, head: Tensor
+    teach: Callable[[Tensor], TeacherChunk], teacher_width: int, plan: TeacherPlan, head: Tensor
 ) -> Iterator[DistillationChunk]:
-    """Yield chunks of teacher positions; at least one, which may be empty."""
+    """Yield chunks of teacher positions, of whose logits there are `teacher_width` each; at least one, which may be empty."""
     steps, count = plan.draft_positions.shape
     fewest = GPU_CHUNK_LABELS if head.is_cuda else MIN_CHUNK_LABELS
-    at_once = CHUNK_ELEMENTS // max(target_head.shape[0], steps * head.shape[0])
+    at_once = CHUNK_ELEMENTS // max(teacher_width, steps * head.shape[0])
     at_once = max(1, -(-fewest // steps), at_once)
     for start in range(0, max(count, 1), at_once):
         part = slice(start, start + at_once)

@@ -374,6 +374,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
         objective: Objective | BatchObjective,
         documents: Documents,
         settings: LossSettings,
+        argmaxes: Tensor | None = None,
     ) -> LossSums:
         """Unroll and distil; called once per micro-batch.
 
@@ -381,10 +382,11 @@ class Eagle3Draft(ReducedVocabularyDraft):
             last: (B, S, H), the target's last hidden state after its final norm.
             label_mask: (T, B, S) bool, the supervised positions of every step.
             step_weights: T weights of the steps' summed losses.
+            argmaxes: (B·S,) int64, the target's argmax at the positions that teach, where it is known.
         """
         active = ActivePositions.where(label_mask.any(0))
         states = torch.cat(self.unroll(input_ids, features, label_mask.shape[0], active, documents))  # (T · R, H)
-        teacher = self.teacher(last, self.target_head)
+        teacher = self.teacher(last, self.target_head, argmaxes)
         plan = make_teacher_plan(label_mask)
         rows = [active.renumber(rows) for rows in plan.draft_positions]
         plan = plan._replace(draft_positions=number_across_steps(rows, [active.index.numel()] * len(rows)))

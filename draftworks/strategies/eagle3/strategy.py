@@ -24,6 +24,7 @@ from draftworks.drafts.objectives import (
 )
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import ChainStrategy, Drafter, Proposal, StepContext, StepOutput
+from draftworks.drafts.target_labels import TargetLabels
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.loss import make_metric_sums
@@ -158,6 +159,7 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         self.model = Eagle3Draft(
             self.target, Eagle3Sizes(**self.resolve_layer_sizes()), self.draft_ids, generator, norms, attention
         )
+        self._target_labels = TargetLabels()
         self._step_weights = [options.step_decay**step for step in range(options.ttt_length)]
 
     def complete_batch(
@@ -173,15 +175,33 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         scaling = self._scale_losses(supervised, mask.numel(), ctx.training)
         weights, objective = scaling.step_weights, self._objective(mask.numel())
         inputs = (batch["input_ids"], batch["features"], batch["last"])
-        result = self.model(*inputs, label_mask, weights, objective, documents, LossSettings.of(self.options, ctx))
+        settings, argmaxes = LossSettings.of(self.options, ctx), self._find_argmaxes(batch, documents, ctx)
+        result = self.model(*inputs, label_mask, weights, objective, documents, settings, argmaxes)
         loss_sums = {"loss_sums": result.sums["loss_sums"] * scaling.metric_factor, "loss_denoms": scaling.denoms}
         metric_sums = make_metric_sums(result, supervised) | loss_sums
         return StepOutput(result.loss, scaling.loss_weight.to(result.loss.dtype), metric_sums)
+
+    def _find_argmaxes(self, batch: TrainBatch, documents: Documents, ctx: StepContext) -> Tensor | None:
+        """Return the target's argmaxes (B·S,) where the loss needs nothing else of the target's whole vocabulary."""
+        if not (ctx.training and self.reads_samples_again and self.options.objective == "ce"):
+            return None
+        label_mask = self.chain_label_mask(batch["loss_mask"], documents)
+        return self._target_labels.find(batch, label_mask, self.model.target_head)
 
     def _count_steps(self, ctx: StepContext) -> int:
         """Return the number of draft steps to unroll."""
         is_short = ctx.training and ctx.global_step < self.options.short_unroll * ctx.total_steps
         return min(SHORT_UNROLL, self.options.ttt_length) if is_short else self.options.ttt_length
+
+    def find_share_done(self, step: int, total_steps: int) -> float:
+        """Steps cost nearly as much as the draft steps that they unroll."""
+        short = min(SHORT_UNROLL, self.options.ttt_length)
+        change = self.options.short_unroll * total_steps
+
+        def cost(steps: float) -> float:
+            return short * min(steps, change) + self.options.ttt_length * max(steps - change, 0)
+
+        return cost(step) / cost(total_steps)
 
     def _scale_losses(self, supervised: Tensor, positions: int, training: bool) -> LossScaling:
         """Return the scaling for (T,) supervised positions of each step, of B·S `positions` in the batch.

@@ -309,18 +309,20 @@ class PEagleDraft(ReducedVocabularyDraft):
         kept: Tensor,
         documents: Documents,
         settings: LossSettings,
+        argmaxes: Tensor | None = None,
     ) -> LossSums:
         """Distil all kept positions, each with weight 1; called once per micro-batch.
 
         Args:
             last: (B, S, H), the target's last hidden state after its final norm.
+            argmaxes: (B·S,) int64, the target's argmax at the positions that teach, where it is known.
         """
         states = torch.cat(self.compute_states(input_ids, features, kept, documents))  # (W, H)
         plan = make_teacher_plan(kept)
         active = [ActivePositions.where(on) for on in kept]
         rows = [each.renumber(rows) for each, rows in zip(active, plan.draft_positions, strict=True)]
         plan = plan._replace(draft_positions=number_across_steps(rows, [each.index.numel() for each in active]))
-        teacher = self.teacher(last, self.target_head)
+        teacher = self.teacher(last, self.target_head, argmaxes)
         weights = [1.0] * len(kept)
         return distill(states, self.lm_head.weight, teacher, plan, weights, CrossEntropy(), settings)
 

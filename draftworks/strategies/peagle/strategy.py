@@ -22,6 +22,7 @@ from draftworks.drafts.layers import Rotation
 from draftworks.drafts.objectives import LossSettings, specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal, StepContext, StepOutput
+from draftworks.drafts.target_labels import TargetLabels
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.loss import make_metric_sums
@@ -155,6 +156,7 @@ class PEagleStrategy(DecoderStrategy):
         )
         generator = torch.Generator().manual_seed(seed)
         assert self.draft_ids is not None, "P-EAGLE predicts over a reduced vocabulary"
+        self._target_labels = TargetLabels()
         self.model = PEagleDraft(self.target, self._sizes(), self.draft_ids, generator, traits, options.attention)
 
     def complete_batch(
@@ -166,9 +168,14 @@ class PEagleStrategy(DecoderStrategy):
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Return the sums that the class describes. In training, the chains depend on the step of `ctx`."""
-        kept = self.select_chains(batch, ctx)
+        documents = Documents.of(batch)
+        label_mask = self._mark_labels(batch["loss_mask"], documents)
+        kept = self._keep_chains(label_mask, batch, documents, ctx)
+        argmaxes = None
+        if ctx.training and self.reads_samples_again:
+            argmaxes = self._target_labels.find(batch, label_mask, self.model.target_head)
         inputs = (batch["input_ids"], batch["features"], batch["last"])
-        result = self.model(*inputs, kept, Documents.of(batch), LossSettings.of(self.options, ctx))
+        result = self.model(*inputs, kept, documents, LossSettings.of(self.options, ctx), argmaxes)
         supervised = kept.sum(dim=(1, 2), dtype=torch.float64)
         metric_sums = make_metric_sums(result, supervised)
         if self.options.loss == "specforge":
@@ -181,8 +188,13 @@ class PEagleStrategy(DecoderStrategy):
     def select_chains(self, batch: TrainBatch, ctx: StepContext) -> Tensor:
         """Return the positions of the loss at each depth, (D, B, S) bool; see the class."""
         documents = Documents.of(batch)
+        return self._keep_chains(self._mark_labels(batch["loss_mask"], documents), batch, documents, ctx)
+
+    def _mark_labels(self, loss_mask: Tensor, documents: Documents) -> Tensor:
         supervise = specforge_label_mask if self.options.loss == "specforge" else token_mean_label_mask
-        label_mask = supervise(batch["loss_mask"], self.options.num_depths, documents)
+        return supervise(loss_mask, self.options.num_depths, documents)
+
+    def _keep_chains(self, label_mask: Tensor, batch: TrainBatch, documents: Documents, ctx: StepContext) -> Tensor:
         if not ctx.training:
             return keep_all_chains(label_mask)
         return draw_chains(label_mask, batch["draws"], ctx.global_step, self._depth_sampling, documents)
