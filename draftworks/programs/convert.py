@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -85,6 +86,9 @@ def _write_weights(path: Path, model: GgufModel, folder: Path, say: Say, shard_b
                 said = time.monotonic()
                 say(f"{done / 1e9:.2f} of {total / 1e9:.2f} GB")
         save_file(arrays, folder / file, metadata={"format": "pt"})
+        shutil.copymode(
+            folder / "config.json", folder / file
+        )  # which others of a team may read; safetensors' only its owner
         index |= dict.fromkeys(arrays, file)
     if len(names) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
