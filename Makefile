@@ -67,11 +67,13 @@ demo: $(VENV)/ready .dagster/ready
 
 demo-streamed: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target tiny --registry registry/examples/streamed
+	@$(BIN)/draftworks summary tiny --registry registry/examples/streamed
 
 demo-arriving: $(VENV)/ready .dagster/ready
 	$(BIN)/python registry/examples/arriving/grow.py var/arriving/rows.jsonl & grow=$$!; trap 'kill $$grow 2>/dev/null' EXIT; \
 	until test -s var/arriving/rows.jsonl; do sleep 0.2; done; \
-	$(BIN)/draftworks run everything --target tiny --registry registry/examples/arriving
+	$(BIN)/draftworks run everything --target tiny --registry registry/examples/arriving && \
+	$(BIN)/draftworks summary tiny --registry registry/examples/arriving
 
 demo-real: $(VENV)/ready .dagster/ready
 	@test -n "$(REAL_$(SIZE))" || { echo "SIZE=$(SIZE): expected ci, short or long" >&2; exit 1; }

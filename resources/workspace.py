@@ -116,6 +116,11 @@ class Workspace(dg.ConfigurableResource):
         """Folder of measurements of rung 4; keys are content, so all targets, drafts and reports share it."""
         return self.var / "loop_cache"
 
+    @property
+    def rival_cache(self) -> Path:
+        """Folder of walks of what proposes without a model; shared in the same way."""
+        return self.var / "rival_cache"
+
     def locate_answers(self, files: TargetFiles) -> Path:
         """Return the folder of answers of a target's weights, one record per conversation, for all runs."""
         return self.var / "answers" / files.digest

@@ -13,9 +13,12 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.acceptance_length import NAME, count_own_token, format_length
-from draftworks.storage.names import of_strategy
+from draftworks.evaluation.report.summary import ReportSummary
+from draftworks.storage.artifacts import Artifact
+from draftworks.storage.names import HELDOUT, of_strategy
 from resources.workspace import Workspace
 from spec_assets.common import read_partition, report_check, translate_errors
+from spec_assets.metadata import SIMULATED, WALK
 from spec_assets.reports import list_draft_changes, read_scores
 
 BEATS_BASELINES = "beats_baselines"
@@ -74,8 +77,20 @@ def check_export_gates(workspace: Workspace, strategy: StrategySpec, target: Tar
 
 
 def judge_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:
-    """Compare the trained draft with its baselines: itself untrained, and a bigram table."""
-    found = read_scores(workspace.artifacts.load_current(report, target))
+    """Compare the trained draft with the best of what costs nothing, on the walk; `heldout` decides, all sets are told.
+
+    A report without such walks is of before there were any: simulated lengths are compared then.
+    """
+    made = workspace.artifacts.load_current(report, target)
+    verdicts = ReportSummary.load_verdicts(made)
+    if HELDOUT in verdicts:
+        return dg.AssetCheckResult(
+            passed=verdicts[HELDOUT].beats_it,
+            severity=dg.AssetCheckSeverity.WARN,
+            description=". ".join(f"{name}: {one.describe()}" for name, one in verdicts.items()),
+            metadata=describe_lengths(made, WALK),
+        )
+    found = read_scores(made, SIMULATED)
     drafts = dict(found)
     trained = drafts.pop("trained")
     best = max(drafts, key=lambda name: drafts[name])
@@ -83,8 +98,13 @@ def judge_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetC
         passed=bool(trained > drafts[best]),
         severity=dg.AssetCheckSeverity.WARN,
         description=f"{NAME} {format_length(trained, 3)} (simulated), {best}: {format_length(drafts[best], 3)}",
-        metadata={f"acceptance_length_{name}": count_own_token(accepted) for name, accepted in found.items()},
+        metadata=describe_lengths(made, SIMULATED),
     )
+
+
+def describe_lengths(report: Artifact, metric: str) -> dict[str, float]:
+    """Return the acceptance length of every draft of a report that has the metric."""
+    return {f"acceptance_length_{name}": count_own_token(value) for name, value in read_scores(report, metric).items()}
 
 
 def judge_against_replaced(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:
@@ -109,7 +129,8 @@ REPORT_JUDGES: dict[str, Callable[[Workspace, str, str], dg.AssetCheckResult]] =
 DRAFT_IS_CURRENT = "draft_is_current"
 
 MEANINGS = {
-    BEATS_BASELINES: "The draft accepts more than a bigram table and than itself untrained.",
+    BEATS_BASELINES: "The target accepts more of the draft per pass (rung 3) than of anything that costs nothing: itself "
+    "untrained, bigrams, prompt lookup, suffix decoding; on the held-out prompts.",
     NOT_WORSE: "The target accepts no less of the draft per pass (rung 3) than of the draft before it, on the held-out prompts "
     "that both were measured on.",
     DRAFT_IS_CURRENT: "The draft was trained for the target, the data and the recipe that are there now; if not, train it "

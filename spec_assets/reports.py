@@ -38,7 +38,7 @@ from spec_assets.common import (
     require_target,
 )
 from spec_assets.evals import EvalUsers, depend_on_eval_sets, read_answers_identity
-from spec_assets.metadata import embed_picture, select_acceptance, tabulate_sampled
+from spec_assets.metadata import SIMULATED, WALK, embed_picture, select_acceptance, tabulate_sampled
 
 GROUP = "reports"
 
@@ -57,7 +57,7 @@ def make_report_asset(strategy: StrategySpec, evals: EvalUsers) -> dg.AssetsDefi
         kinds=["pytorch", "pandas"],
         name=of_strategy(strategy.name).report,
         description=f"Acceptance of the {strategy.name} draft on every eval set, rung by rung, beside the same draft "
-        "untrained and a bigram table.",
+        "untrained and what costs nothing: no draft, bigrams, prompt lookup, suffix decoding.",
         code_version=REPORT_CODE_VERSION,
         deps=[TARGET_MODEL, EVALUATION_RECIPE, TOKENIZED_TRAIN, draft_name, *eval_assets],
         optional=True,
@@ -144,6 +144,7 @@ class ReportSubject:
             vocab_mapping=self.draft.path / VOCAB_FILE if self.strategy.uses_vocab_mapping else None,
             evaluation=self.target.evaluation,
             loop_cache=workspace.loop_cache,
+            rival_cache=workspace.rival_cache,
             max_new_tokens=self.target.responses.max_new_tokens,
             max_length=self.target.max_length,
             micro_batch_size=training.micro_batch_size,
@@ -218,9 +219,10 @@ def describe_report(artifact: Artifact, strategy: str) -> dict:
         metadata[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
         metadata[f"acceptance{suffix}"] = embed_picture(folder / "acceptance.png", f"acceptance on {name}")
     metadata["model_card"] = dg.MetadataValue.md(strip_front_matter((artifact.path / CARD).read_text(encoding="utf-8")))
-    baselines = {draft: score for draft, score in read_scores(artifact).items() if draft != TRAINED}
-    lengths = {f"simulated_acceptance_length_{draft}": count_own_token(each) for draft, each in baselines.items()}
-    return {**metadata, **lengths}
+    for rung, metric in (("walk", WALK), ("simulated", SIMULATED)):
+        others = {draft: score for draft, score in read_scores(artifact, metric).items() if draft != TRAINED}
+        metadata |= {f"{rung}_acceptance_length_{draft}": count_own_token(each) for draft, each in others.items()}
+    return metadata
 
 
 def describe_weighted_slices(workspace: Workspace, strategy: StrategySpec, artifact: Artifact) -> dict[str, Any]:
@@ -248,6 +250,7 @@ def drop_speeds(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def read_scores(artifact: Artifact) -> dict[str, float]:
-    """Return held-out simulated_acc_len (rung 1) of the trained draft and of its baselines, by name."""
-    return {name: metrics["eval/simulated_acc_len"] for name, metrics in artifact.summary["drafts"].items()}
+def read_scores(artifact: Artifact, metric: str) -> dict[str, float]:
+    """Return a held-out metric of the trained draft and of all beside it, by name, where it was measured."""
+    drafts = artifact.summary["drafts"].items()
+    return {name: metrics[metric] for name, metrics in drafts if metrics.get(metric) is not None}

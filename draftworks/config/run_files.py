@@ -320,12 +320,14 @@ class TrainRun(TargetRun):
 
 
 class EvaluateRun(TargetRun):
-    """Measure a draft, the same draft untrained, and a bigram table on an eval set: writes report.json into `out`."""
+    """Measure a draft on an eval set, beside the same one untrained and what proposes without a model: writes report.json
+    into `out`.
+    """
 
     strategy: str
     options: dict[str, Any]
     draft: Path = Field(description="Folder of a trained draft.")
-    train_tokens: Path = Field(description="Tokenized training set, for the bigram table.")
+    train_tokens: Path = Field(description="Tokenized training set, for what proposes from its answers.")
     heldout: FeatureSet
     store: StoreSpec
     vocab_mapping: Path | None = Field(
@@ -335,6 +337,10 @@ class EvaluateRun(TargetRun):
     loop_cache: Path | None = Field(
         default=None,
         description="Folder of rung 4's measurements, shared by all drafts and targets; None measures every time.",
+    )
+    rival_cache: Path | None = Field(
+        default=None,
+        description="Folder of the walks of what proposes without a model, shared in the same way; None measures every time.",
     )
     eval_set: str = "heldout"
     greedy_answers: bool | None = Field(

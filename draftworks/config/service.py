@@ -162,7 +162,8 @@ class GateSpec(Spec):
 
     loss_falls: Outcome = Field(default="error", description="Training loss ends below where it began.")
     beats_baselines: Outcome = Field(
-        default="warn", description="The draft accepts more than a bigram table and than itself untrained."
+        default="warn",
+        description="The target accepts more of the draft than of what costs nothing: prompt lookup, suffix decoding, bigrams.",
     )
     not_worse: Outcome = Field(default="warn", description="The draft accepts no less than the one that it replaces.")
     agrees_with_walk: Outcome = Field(default="warn", description="The live server accepts as many tokens as the walk.")

@@ -95,6 +95,13 @@ def run_on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | N
     return result  # type: ignore[return-value]
 
 
+def run_on_rank_0(action: Callable[[], Result]) -> Result:
+    """Run `action`, which must not communicate, on rank 0; return its small result, or raise its error, on every rank.
+    A collective.
+    """
+    return broadcast_from_rank_0(run_on_every_rank(lambda: action() if get_rank() == 0 else None))
+
+
 def describe_error(error: Exception) -> str:
     """Return an error as other ranks name it: a user's error by its message alone."""
     return str(error) if isinstance(error, DraftworksError) else f"{type(error).__name__}: {error}"

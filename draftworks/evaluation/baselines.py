@@ -1,53 +1,21 @@
-"""Bigram baseline: a table of the most frequent next token, measured as a chain draft is."""
+"""The table of bigrams on rungs 0 and 1, teacher-forced: measured as a chain draft is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftworks.data.tokenized import TokenizedSet
-from draftworks.data.vocab import count_supervised_tokens
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import argmax_of_head
 from draftworks.drafts.objectives import make_teacher_plan
 from draftworks.drafts.strategy import StepContext, StepOutput
+from draftworks.evaluation.rivals.proposers import BigramTable
 from draftworks.features.contracts import TrainBatch
 
 MakeLabelMask = Callable[..., Tensor]
 """Maps a loss mask (B, S) and its `documents` to a label mask (T, B, S), as `ChainStrategy.chain_label_mask` does."""
-
-
-@dataclass(frozen=True, eq=False)
-class BigramTable:
-    """The most frequent supervised next token of every token id, int64 (V,); ties go to the lowest id.
-
-    A token that is never followed by a supervised token maps to the most frequent supervised token of the set.
-    """
-
-    successor: np.ndarray
-
-    @classmethod
-    def count(cls, tokens: TokenizedSet, vocab_size: int) -> BigramTable:
-        """Count the token pairs of every sample whose second token is supervised.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
-        unigram = int(count_supervised_tokens(tokens, vocab_size).argmax())
-        ids, is_second = tokens.flat_ids.astype(np.int64), tokens.flat_mask.copy()
-        is_second[np.cumsum(tokens.lengths) - tokens.lengths] = False
-        second = np.flatnonzero(is_second)
-        pairs, counts = np.unique(ids[second - 1] * vocab_size + ids[second], return_counts=True)
-        first, following = np.divmod(pairs, vocab_size)
-        best_first = np.lexsort((following, -counts, first))
-        seen, where = np.unique(first[best_first], return_index=True)
-        successor = np.full(vocab_size, unigram, dtype=np.int64)
-        successor[seen] = following[best_first][where]
-        return cls(successor)
 
 
 class BigramDraft:

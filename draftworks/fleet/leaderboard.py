@@ -19,11 +19,13 @@ from draftworks.evaluation.acceptance_length import (
     NAME,
     NOTE,
     count_own_token,
+    format_change,
     format_interval,
     format_length,
     name_metric,
 )
 from draftworks.evaluation.report.pages import render_table
+from draftworks.evaluation.report.rival_verdict import RivalVerdict
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
 from draftworks.fleet.staleness import Subject, TrainedDraft
 from draftworks.storage.artifacts import Artifact, ArtifactStore, ReadOnceStore
@@ -50,12 +52,14 @@ class ReportScore:
     Attributes:
         created: seconds since the epoch.
         draft: name of the draft, the digest of what it was made from; None in early records.
+        rivals: the draft beside the best that costs nothing; None in reports from before that was measured.
     """
 
     eval_set: str
     score: RungScore
     created: float
     draft: str | None
+    rivals: RivalVerdict | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,8 @@ def read_measured(report: Artifact) -> ReportScore:
     summary = ReportSummary.load(report.path / HELDOUT)
     walks = [score for score in summary.select_scores(TRAINED, WALK_RUNG) if score.value is not None]
     score = (walks or summary.select_scores(TRAINED, SIMULATED_RUNG))[0]
-    return ReportScore(summary.eval_set, score, summary.created.timestamp(), ReportIdentity.of(report).draft_identity)
+    draft = ReportIdentity.of(report).draft_identity
+    return ReportScore(summary.eval_set, score, summary.created.timestamp(), draft, summary.rivals)
 
 
 def find_best(latest: ReportScore, reports: Sequence[Artifact]) -> ReportScore:
@@ -189,13 +194,25 @@ TABLE, MARKDOWN, PLOT = "leaderboard.parquet", "leaderboard.md", "leaderboard.pn
 MOST_BARS = 30
 AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 LONGEST_REASON = 200
-TEXTS = ("target", "strategy", "eval_set", "metric", "age", "draft", "stale_against", "draft_changes", "problem")
-NUMBERS = ("value", "low", "high", "confidence", "age_s", "best")
+TEXTS = (
+    "target",
+    "strategy",
+    "eval_set",
+    "metric",
+    "age",
+    "rival",
+    "draft",
+    "stale_against",
+    "draft_changes",
+    "problem",
+)
+NUMBERS = ("value", "low", "high", "confidence", "age_s", "best", "rival_value", "rival_difference")
 TIMES = ("measured", "best_measured")
 CAPTION = (
     f"{NOTE} The metric names the rung of the acceptance ladder, and values of "
     "different metrics do not compare. Intervals are over prompts. The best is of the same metric, over all "
-    "reports ever published; its eval data may have been others. Stale numbers are measured again by the job `evaluate`; a "
+    "reports ever published; its eval data may have been others. For nothing: the best of prompt lookup, suffix decoding, "
+    "bigrams and the untrained draft on the same walk, and the draft minus it. Stale numbers are measured again by the job `evaluate`; a "
     "stale draft was trained for something else than is there now, and stays so until it is trained again."
 )
 
@@ -220,7 +237,17 @@ def frame(standings: Sequence[Standing], now: float) -> pd.DataFrame:
     import pandas as pd
 
     columns = ("target", "strategy", "eval_set", "metric", "value", "low", "high", "confidence", "prompts")
-    columns += ("measured", "age_s", "age", "best", "best_measured", "draft")
+    columns += (
+        "measured",
+        "age_s",
+        "age",
+        "best",
+        "best_measured",
+        "rival",
+        "rival_value",
+        "rival_difference",
+        "draft",
+    )
     columns += ("stale_against", "draft_changes", "problem")
     found = pd.DataFrame([_row(standing, now) for standing in standings], columns=columns)
     kinds = {**dict.fromkeys(TEXTS, "string"), **dict.fromkeys(NUMBERS, "float64"), "prompts": "Int64"}
@@ -243,6 +270,9 @@ def _row(standing: Standing, now: float) -> dict[str, Any]:
         row |= {"eval_set": latest.eval_set, "draft": latest.draft, "measured": latest.created}
         row |= {"age_s": now - latest.created, "age": format_age(now - latest.created)}
         row |= {"best": best.score.value, "best_measured": best.created}
+        if latest.rivals is not None:
+            rivals = latest.rivals
+            row |= {"rival": rivals.rival, "rival_value": rivals.rival_accepted, "rival_difference": rivals.difference}
     return row
 
 
@@ -257,9 +287,17 @@ def cells(standing: Standing, now: float | None = None) -> dict[str, str]:
         "prompts": f"{latest.score.prompts:,}" if latest and latest.score.prompts is not None else "",
         **_when(latest.created if latest else None, now),
         "best ever": f"{format_length(best.score.value)} ({_day(best.created)})" if best else "",
+        "for nothing": _describe_rival(latest.rivals) if latest else "",
         "draft": (latest.draft or "") if latest else "",
         "stale against": _stale(standing),
     }
+
+
+def _describe_rival(found: RivalVerdict | None) -> str:
+    """Return the best that costs nothing, and the draft's acceptance length minus its; empty where it was not measured."""
+    if found is None:
+        return ""
+    return f"{found.rival} {format_length(found.rival_accepted)} ({format_change(found.difference, digits=2)})"
 
 
 def _when(created: float | None, now: float | None) -> dict[str, str]:

@@ -118,8 +118,8 @@ def _describe_training(subject: CardSubject) -> dict[str, Any]:
 
 
 def _list_acceptance_rows(report: ReportSummary) -> Iterator[dict[str, Any]]:
-    """Yield a row per metric with a column per draft."""
-    drafts = list(dict.fromkeys(score.draft for score in report.scores))
+    """Yield a row per metric with a column per draft that has more than a walk."""
+    drafts = list(dict.fromkeys(score.draft for score in report.scores if score.rung < 2))
     shown = dict.fromkeys((score.rung, score.metric, _describe_servers(score)) for score in report.scores)
     found = {(score.draft, score.metric): score for score in report.scores}
     for rung, metric, servers in sorted(shown, key=itemgetter(0)):

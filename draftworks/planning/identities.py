@@ -103,7 +103,7 @@ TRAIN = "train"
 PLANNED = "planned"
 """In the summary of a feature set whose features stream to the trainer."""
 LAST = LastHidden().name
-DRAFT_CODE_VERSION, REPORT_CODE_VERSION = "2", "3"
+DRAFT_CODE_VERSION, REPORT_CODE_VERSION = "2", "4"
 
 
 @dataclass(frozen=True)

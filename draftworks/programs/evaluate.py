@@ -1,7 +1,7 @@
-"""`python -m draftworks.programs.evaluate FILE`: measure a draft on all rungs, and its baselines.
+"""`python -m draftworks.programs.evaluate FILE`: measure a draft on all rungs, beside what costs nothing.
 
-The baselines are the same draft untrained, and a bigram table. The table proposes chains of tokens, so it is left out
-for strategies that do not.
+That is the same draft untrained, and what proposes without a model, on the walk. A table of bigrams is measured on rungs
+0 and 1 too, if the draft proposes a chain of tokens as the table does.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.slices import THINKING, THINKING_PAIR
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, open_process_group, run_on_every_rank
+from draftworks.distributed.collectives import open_process_group, run_on_rank_0
 from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy, StepContext
 from draftworks.evaluation.acceptance_length import NAME, format_length
-from draftworks.evaluation.baselines import BigramDraft, BigramTable
+from draftworks.evaluation.baselines import BigramDraft
 from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, count_labels
 from draftworks.evaluation.labels import LabelCounts
 from draftworks.evaluation.ladder.decoding import DecodingLimits
@@ -50,6 +50,9 @@ from draftworks.evaluation.report.slices import read_sample_columns
 from draftworks.evaluation.report.thinking import list_asked_samples
 from draftworks.evaluation.report.writing import save_report
 from draftworks.evaluation.result import EvalResult
+from draftworks.evaluation.rivals.loops import LOOP_SHARE, RUNS_IN_LOOP, measure_repetition_of
+from draftworks.evaluation.rivals.names import BIGRAM
+from draftworks.evaluation.rivals.proposers import BigramTable
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.programs.assembly import (
     Draft,
@@ -61,6 +64,7 @@ from draftworks.programs.assembly import (
     open_samples,
 )
 from draftworks.programs.program import ProgramContext, run_program
+from draftworks.programs.rival_walks import RivalRun
 from draftworks.storage.identity import digest
 
 
@@ -95,8 +99,8 @@ class Rung4:
             return ()
         decodings = self.run.evaluation.loop.list_decodings(self.run.strategy)
         identities = [self._make_identity(decoding) for decoding in decodings]
-        cache = self._on_rank_0(self._open_cache)
-        found: list[LoopLookup] = self._on_rank_0(
+        cache = run_on_rank_0(self._open_cache)
+        found: list[LoopLookup] = run_on_rank_0(
             lambda: [LoopLookup() if cache is None else cache.find(i) for i in identities]
         )
         loops = []
@@ -112,7 +116,7 @@ class Rung4:
         """Decode, and store the measurement at once, so that a later interruption does not lose it."""
         walks = self.walks if identity.decoding == GREEDY else None
         measured = self._loop.measure(self.prompts, identity.decoding, walks, self.progress)
-        self._on_rank_0(lambda: None if cache is None else cache.store(identity, measured))
+        run_on_rank_0(lambda: None if cache is None else cache.store(identity, measured))
         return measured
 
     @cached_property
@@ -158,11 +162,6 @@ class Rung4:
     def _open_cache(self) -> LoopCache | None:
         return None if self.run.loop_cache is None else LoopCache.open(self.run.loop_cache)
 
-    @staticmethod
-    def _on_rank_0(action: Callable[[], object]):
-        """Run `action` on rank 0, and return its result, or raise its error, on every rank."""
-        return broadcast_from_rank_0(run_on_every_rank(lambda: action() if get_rank() == 0 else None))
-
 
 def _format_measurement(strategy: str, loop: LoopMeasurement, cached: bool) -> str:
     rule = loop.decoding.rule
@@ -182,15 +181,15 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.seed)
         draft.strategy.model.to(device)
         samples = open_samples(run.heldout, run.store, draft.strategy, run.target)
-        columns = _select_columns(samples.tokens, run.evaluation.slices)
+        repeated = {row.sample_id: measure_repetition_of(row) for row in samples.tokens}
+        columns = _select_columns(samples.tokens, run.evaluation.slices).assign(**_name_loops(repeated))
         absent = tuple(name for name in run.evaluation.slices if name not in columns)
         measurements = _EvaluationRun(run, ctx, draft, samples, device)
         untrained = measurements.measure_replayed_rungs("untrained")
         # No digest is required: a re-evaluation measures an old draft on new weights of its target.
         config = load_draft(run.draft, draft.strategy, target_digest=None)
         drafts = {"trained": measurements.measure_every_rung("trained", config.weights_digest), "untrained": untrained}
-        if isinstance(draft.strategy, ChainStrategy):
-            drafts["bigram"] = DraftMeasurement(measurements.measure_accuracy("bigram", measurements.build_bigram()))
+        drafts |= measurements.measure_rivals()
         labels = measurements.count_labels()
     agreement = None if labels is None else labels.agreement
     provenance = {
@@ -217,6 +216,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         columns=columns,
         absent_columns=absent,
         asked=list_asked_samples(samples.tokens),
+        repeated=repeated,
         resampling=Resampling(run.evaluation.confidence, run.evaluation.resamples),
         provenance=provenance,
     )
@@ -311,6 +311,26 @@ class _EvaluationRun:
             measured, {one.walk.sample_id: one.first_answer for one in found if one.first_answer is not None}
         )
 
+    def measure_rivals(self) -> dict[str, DraftMeasurement]:
+        """Return what proposes without a model: walks, and rungs 0 and 1 of bigrams beside a draft that makes chains."""
+        walks = RivalRun(
+            self.samples,
+            self.run.train_tokens,
+            self.draft.parts.vocab_size,
+            self.draft_tokens,
+            self.run.rival_cache,
+            self._log,
+        ).measure()
+        for name, one in walks.items():
+            self._log(f"{name}: {NAME} {format_length(micro_mean(one.walk), 3)} (walk, rung 3)")
+        measured = {
+            name: DraftMeasurement(None, walk=one.walk, walk_by_position=one.walk_by_position)
+            for name, one in walks.items()
+        }
+        if not isinstance(self.strategy, ChainStrategy):
+            return measured
+        return measured | {BIGRAM: replace(measured[BIGRAM], result=self.measure_accuracy(BIGRAM, self.build_bigram()))}
+
     def build_bigram(self) -> BigramDraft:
         """Return the bigram baseline, measured at the same positions and draft steps as the draft."""
         assert isinstance(self.strategy, ChainStrategy)
@@ -360,6 +380,11 @@ def _select_columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
     frame = read_sample_columns(tokens)
     asked = [THINKING] if THINKING_PAIR in frame.columns and THINKING not in by else []
     return frame.loc[:, [*(name for name in by if name in frame.columns), *asked]]
+
+
+def _name_loops(repeated: Mapping[str, float]) -> dict[str, pd.Series]:
+    """Return the column that says whether the answers of a sample run in a loop."""
+    return {RUNS_IN_LOOP: pd.Series({name: "yes" if share >= LOOP_SHARE else "no" for name, share in repeated.items()})}
 
 
 if __name__ == "__main__":

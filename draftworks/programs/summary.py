@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 SIMULATED_METRIC = "eval/simulated_acc_len"
+ACCURACY_METRIC = "eval/per_position_acc"
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 
 
@@ -55,8 +56,19 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
             export = artifacts.find(of_strategy(strategy).export, target)
             if export is not None:
                 print_text(f"{strategy}: its files for servers are in {os.path.relpath(export.path)}")
+        for verdict in describe_verdicts(spec.strategies, target, artifacts):
+            print_text(verdict)
     except DraftworksError as error:
         raise report_error(error) from None
+
+
+def describe_verdicts(strategies: Iterable[str], target: str, artifacts: ArtifactStore) -> Iterator[str]:
+    """Yield what each draft is worth beside what costs nothing, a sentence for each eval set."""
+    for strategy in strategies:
+        report = artifacts.find(of_strategy(strategy).report, target)
+        for name, verdict in ({} if report is None else ReportSummary.load_verdicts(report)).items():
+            warning = "" if verdict.beats_it else "WARNING "
+            yield f"{warning}{strategy} on {name}: {verdict.describe()}"
 
 
 def build_results_table(target: str, artifacts: ArtifactStore) -> TextTable:
@@ -89,9 +101,9 @@ def format_values(artifact: Artifact) -> str:
 
 
 def build_acceptance_table(strategy: str, report: Artifact) -> TextTable:
-    """Build a table with a row for the trained draft, the same draft untrained, and the bigram baseline."""
+    """Build a table with a row for the trained draft, the same draft untrained, and each that costs nothing."""
     drafts: dict[str, dict[str, Any]] = report.summary["drafts"]
-    positions = max(len(metrics["eval/per_position_acc"]) for metrics in drafts.values())
+    positions = max(len(metrics.get(ACCURACY_METRIC, ())) for metrics in drafts.values())
     caption = (
         f"{NAME}, the target's own token counted, {report.summary['draft_tokens']} proposed per pass: simulated (rung 1 of "
         "the acceptance ladder), walk (greedy serving replayed, rung 3), loop (real decoding, rung 4); acc_i: accuracy at "
@@ -101,11 +113,18 @@ def build_acceptance_table(strategy: str, report: Artifact) -> TextTable:
     lengths = [f"{SYMBOL} {rung}" for rung in rungs]
     columns = ("draft", *lengths, *(f"acc_{position + 1}" for position in range(positions)))
     rows = []
-    for name, metrics in sorted(drafts.items(), key=lambda item: -item[1][SIMULATED_METRIC]):
+    for name, metrics in sorted(drafts.items(), key=lambda item: -_rank(item[1])):
         shown = [format_length(metrics.get(metric), 3, none="") for metric in rungs.values()]
-        rows.append((name, *shown, *(f"{accuracy:.3f}" for accuracy in metrics["eval/per_position_acc"])))
+        accuracies = [f"{accuracy:.3f}" for accuracy in metrics.get(ACCURACY_METRIC, ())]
+        rows.append((name, *shown, *accuracies, *[""] * (positions - len(accuracies))))
     title = f"{strategy}: held-out acceptance"
     return TextTable(title, columns, tuple(rows), caption, right=frozenset(columns[1:]))
+
+
+def _rank(metrics: Mapping[str, Any]) -> float:
+    """Return the walk, or the simulated length where there is none, as in reports from before bigrams had one."""
+    found = (metrics[name] for name in (WALK_METRIC, SIMULATED_METRIC) if metrics.get(name) is not None)
+    return next(found, 0.0)
 
 
 def build_sampled_table(strategy: str, report: Artifact) -> TextTable:

@@ -31,6 +31,7 @@ NO_RESULTS = frozenset(
             "observed",
             "pins",
             "plans",
+            "rival_cache",
             "runs",
             "site",
             "storage",

@@ -21,10 +21,11 @@ from draftworks.data.tokenized import TokenizedSet, TokenRow, write_tokens
 from draftworks.drafts.objectives import token_mean_label_mask
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import ConfigError, DataError
-from draftworks.evaluation.baselines import BigramDraft, BigramTable
+from draftworks.evaluation.baselines import BigramDraft
 from draftworks.evaluation.eval_cache import EvalConfig
 from draftworks.evaluation.evaluator import Evaluator
 from draftworks.evaluation.result import EvalResult, find_metric
+from draftworks.evaluation.rivals.proposers import BigramTable
 from draftworks.features.contracts import TrainBatch
 
 

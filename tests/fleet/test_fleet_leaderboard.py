@@ -12,6 +12,7 @@ from measured_fleet import MeasuredFleet, may, rung, walk
 from typer.testing import CliRunner
 
 from draftworks.evaluation.report import text_tables
+from draftworks.evaluation.report.rival_verdict import RivalVerdict
 from draftworks.fleet import leaderboard as views
 from draftworks.programs.cli import app
 
@@ -136,6 +137,19 @@ def test_markdown_has_the_value_its_interval_and_what_cannot_break_the_table(mot
     assert len(lines) == 2 + 5
     assert "a\\|b" in lines[4]
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+
+
+def test_what_could_be_had_for_nothing_stands_beside_a_draft_and_an_old_report_has_a_blank(fleet, tmp_path):
+    verdict = RivalVerdict("lookup", 1.0, 1.58, -0.7, -0.4, 0.95, 9)
+    fleet.add_measured("old", walk(2.0))
+    fleet.add_measured("one", walk(1.0))
+    fleet.publish_report("one", walk(1.0), day=2, rivals=verdict)
+    views.save(tmp_path / "board", fleet.standings(), NOW)
+    old, one = views.cells(fleet.standing("old")), views.cells(fleet.standing("one"))
+    assert (old["for nothing"], one["for nothing"]) == ("", "lookup 2.58 (-0.58)")
+    table = pd.read_parquet(tmp_path / "board" / views.TABLE).set_index("target")
+    assert table.loc["one", ["rival", "rival_value"]].tolist() == ["lookup", 1.58]
+    assert table.loc["old", ["rival", "rival_value", "rival_difference"]].isna().all()
 
 
 def test_over_one_prompt_no_interval_is_shown(fleet):

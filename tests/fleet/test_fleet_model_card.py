@@ -22,6 +22,7 @@ from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.evaluation.acceptance_length import RUNG_MEANINGS
 from draftworks.evaluation.labels import LabelCounts
+from draftworks.evaluation.report.rival_verdict import RivalVerdict
 from draftworks.evaluation.report.summary import ReportSummary, RungScore
 from draftworks.fleet import model_card as module
 from draftworks.fleet.model_card import CardSubject, model_card, strip_front_matter
@@ -219,7 +220,8 @@ ROUNDED = replace(
     label_agreement=0.998,
     labels=LabelCounts(1000, 2, 2),
     greedy_answers=True,
-    scores=(*SCORES, BLOCKS, SAMPLED),
+    scores=(*SCORES, BLOCKS, SAMPLED, RungScore("lookup", 3, "rung3_walk_acc_len", 0.58)),
+    rivals=RivalVerdict("lookup", 2.5, 0.58, 1.5, 2.25, 0.95, 40),
 )
 ONE_PROMPT = replace(REPORT, eval_set="code", label_agreement=None, scores=(replace(SCORES[13], prompts=1), SCORES[12]))
 SUBJECTS = {

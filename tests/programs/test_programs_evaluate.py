@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from draft_run_files import RunFiles
+from draft_run_files import DFLASH_OPTIONS, RunFiles
 from forked_ranks import ForkedRanks
 
 from draftworks.capture.engines import hf
@@ -20,6 +20,8 @@ from draftworks.config.run_files import EvaluateRun, TargetFiles
 from draftworks.errors import StoreError
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import DIFFERENCES, ReportSummary
+from draftworks.evaluation.rivals.measurement import Rivals
+from draftworks.evaluation.rivals.names import RIVAL_MEANINGS
 from draftworks.features.manifest import FeatureSetIdentity, read_feature_set, write_feature_set
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
@@ -67,13 +69,34 @@ def test_another_slice_column_decodes_nothing_again(trained: RunFiles, tmp_path:
     assert f"{first[0].timing_context.date:%Y-%m-%d %H:%M} UTC" in (again.out / "report.md").read_text()
 
 
+def test_what_costs_nothing_is_measured_once_for_all_drafts_of_an_eval_set(
+    trained: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {"strategy": "dflash", "options": DFLASH_OPTIONS, "vocab_mapping": None}
+    train(trained.train_run(out=tmp_path / "block", **other), ProgramContext())
+    shared = {
+        "rival_cache": tmp_path / "rivals",
+        "evaluation": EvaluationSpec(draft_tokens=2, loop=LoopSpec(prompts=0), resamples=100),
+    }
+    eagle3 = trained.evaluate_run(out=tmp_path / "eagle3", **shared)
+    dflash = trained.evaluate_run(out=tmp_path / "dflash", draft=tmp_path / "block", **shared, **other)
+    evaluate(eagle3, ProgramContext())
+    monkeypatch.setattr(Rivals, "after", None)  # measured again it would fail
+    evaluate(dflash, ProgramContext())
+    first, again = (
+        {name: Report.load(run.out).drafts[name].walk for name in RIVAL_MEANINGS} for run in (eagle3, dflash)
+    )
+    assert first == again
+    assert len(list((tmp_path / "rivals").iterdir())) == 1
+
+
 def test_a_column_that_the_eval_set_lacks_is_a_note(trained: RunFiles, tmp_path: Path) -> None:
     run = run_of(trained, tmp_path / "report", None, slices=("category", "length"), prompts=0)
     evaluate(run, ProgramContext())
     assert (
         "No slices by `category`: no sample of this eval set has such a column." in (run.out / "report.md").read_text()
     )
-    assert set(pd.read_parquet(run.out / "slices.parquet")["column"]) == {"length", "position"}
+    assert set(pd.read_parquet(run.out / "slices.parquet")["column"]) == {"length", "runs_in_loop", "position"}
     assert Report.load(run.out).absent_columns == ("category",)
 
 

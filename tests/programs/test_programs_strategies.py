@@ -47,7 +47,7 @@ def test_a_draft_is_trained_measured_and_exported(files: RunFiles, strategy: str
     trained = train(files.train_run(**run, **training()), ProgramContext())
     assert trained["last_loss"] < trained["first_loss"]
     report = evaluate(files.evaluate_run(**run), ProgramContext())["drafts"]
-    assert list(report) == ["trained", "untrained"]
+    assert list(report)[:2] == ["trained", "untrained"]
     assert report["trained"]["eval/simulated_acc_len"] >= 0
     assert report["trained"]["eval/rung3_walk_acc_len"] >= 0
     assert (report["trained"].get("eval/tau", 0) > 0) is (strategy == "dspark")

@@ -15,6 +15,7 @@ from decision_site import HOUR, DecisionSite
 from metrics_server import Pages, serve_pages, sglang_pages
 from observed_site import ObservedSite
 from planning_toys import PlannedTarget
+from report_folders import ReportFolders
 from service_site import ServiceSite
 from sliced_site import publish_sliced_report, publish_weighted_draft
 from typer.testing import CliRunner
@@ -150,6 +151,18 @@ def test_a_summary_ends_with_the_files_for_servers(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(app, ["summary", "small", "--registry", str(site.registry)]).stdout
     assert shown.splitlines()[-1] == f"eagle3: its files for servers are in {export.path.relative_to(tmp_path)}"
+
+
+def test_a_summary_ends_with_what_costs_nothing_and_warns_of_a_draft_that_loses(tmp_path: Path):
+    site, folders = ServiceSite(tmp_path), ReportFolders(tmp_path / "var")
+    samples = {f"s{index}": [index, 7] for index in range(6)}
+    accepted, copied = ({name: [number, index % 2] for index, name in enumerate(samples)} for number in (1, 3))
+    folders.publish_report("mine", folders.publish_answers(samples), accepted, lookup=copied)
+    shown = CliRunner().invoke(app, ["summary", "small", "--registry", str(site.registry)]).stdout
+    rows = [line.split() for line in shown.splitlines() if line.split()[:1] in (["trained"], ["lookup"])]
+    assert rows == [["lookup", "2.750"], ["trained", "2.200", "1.750", "0.800", "0.500"]]  # the walk decides the order
+    last = shown.splitlines()[-1]
+    assert last.startswith("WARNING eagle3 on heldout: τ 1.750 on the walk, against 2.750 of lookup, the best")
 
 
 def test_no_command_with_a_table_is_left_out():

@@ -66,6 +66,32 @@ def test_a_first_draft_passes_and_says_so(site, folders: ReportFolders):
     assert "first draft" in check.description
 
 
+TASKS = {name: "copy" if index < 5 else "chat" for index, name in enumerate(SAMPLES)}
+COPIES = {name: [3, index % 2] if index < 5 else [0, 0] for index, name in enumerate(SAMPLES)}
+
+
+@pytest.mark.parametrize(("mine", "passed"), [([2, 1], True), ([0, 1], False)])
+def test_the_best_that_costs_nothing_decides_and_the_slices_that_are_lost_are_named(
+    mine: list[int], passed: bool, site, folders: ReportFolders
+):
+    answers = folders.publish_answers(SAMPLES)
+    accepted = {name: [0, 0] if task == "copy" and passed else mine for name, task in TASKS.items()}
+    accepted |= {"s7": [9, 9]} if passed else {}
+    folders.publish_report("mine", answers, accepted, draft_tokens=9, lookup=COPIES, tasks=TASKS)
+    check = evaluated(site.registry)[BEATS_BASELINES]
+    assert (check.passed, check.severity) == (passed, dg.AssetCheckSeverity.WARN)
+    assert "of lookup, the best that costs nothing" in check.description
+    assert "It loses to what costs nothing in task copy (" in check.description
+    assert check.metadata["acceptance_length_lookup"].value == 2.062  # 17 accepted in 16 passes
+
+
+def test_a_report_from_before_prompt_lookup_is_judged_by_simulated_lengths(site, folders: ReportFolders):
+    folders.publish_report("old", folders.publish_answers(SAMPLES), GOOD)
+    check = evaluated(site.registry)[BEATS_BASELINES]
+    assert not check.passed  # the toy's two drafts are alike
+    assert check.description == "acceptance length τ 2.200 (simulated), untrained: 2.200"
+
+
 def test_both_checks_look_at_a_report_and_at_none_where_none_was_made(site, folders: ReportFolders):
     folders.publish_report("first", folders.publish_answers(SAMPLES), GOOD)
     assert set(evaluated(site.registry)) == {BEATS_BASELINES, NOT_WORSE}

@@ -19,7 +19,8 @@ from draftworks.config.decoding import Decoding
 from draftworks.data.conversations import Turn, read_conversations
 from draftworks.errors import StoreError
 from draftworks.evaluation.eval_cache import EvalCache
-from draftworks.evaluation.ladder.loop import LoopCache, LoopEntry, LoopIdentity
+from draftworks.evaluation.ladder.loop import LoopCache, LoopIdentity
+from draftworks.evaluation.measurement_cache import MeasurementEntry
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import read_report, require_prompts_file
 from draftworks.evaluation.report.writing import save_report
@@ -112,7 +113,7 @@ def test_what_was_written_before_is_whole_and_a_flipped_bit_in_it_is_found(kind:
 
 def test_a_loop_that_was_kept_before_is_found_under_its_key(before: Path) -> None:
     (path,) = (before / "loop_cache").glob("*.json")
-    recorded = LoopEntry.model_validate_json(path.read_text()).identity
+    recorded = MeasurementEntry.model_validate_json(path.read_text()).identity
     recorded["decoding"] = Decoding.from_json({"temperature": recorded.pop("temperature")})
     identity = LoopIdentity(**{**recorded, "stop_ids": tuple(recorded["stop_ids"])})
     cache = LoopCache.open(before / "loop_cache")

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from draftworks.evaluation.report.rival_verdict import RivalVerdict
 from draftworks.evaluation.report.summary import SCHEMA_VERSION
 from draftworks.fleet.leaderboard import Fleet, Standing
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
@@ -76,7 +77,12 @@ class MeasuredFleet:
         return self.artifacts.obtain(asset, target, {**identity, "version": version}, lambda out: BuildResult(version))
 
     def publish_report(
-        self, target: str, *rungs: dict[str, Any], day: int = 1, schema: int = SCHEMA_VERSION
+        self,
+        target: str,
+        *rungs: dict[str, Any],
+        day: int = 1,
+        schema: int = SCHEMA_VERSION,
+        rivals: RivalVerdict | None = None,
     ) -> Artifact:
         """A report of what is there, of a day in May; rung 1 is in every report."""
         draft = self.artifacts.load_current("eagle3_draft", target)
@@ -90,6 +96,7 @@ class MeasuredFleet:
             "label_agreement": 1.0,
             "drafts": {"trained": {"rungs": [rung(1, "simulated_acc_len", 0.5), *rungs]}},
             "provenance": {},
+            **({} if rivals is None else {"rivals": rivals.to_json()}),
         }
 
         def build(out: Path) -> BuildResult:

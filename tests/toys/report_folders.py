@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
@@ -48,19 +49,33 @@ class ReportFolders:
         accepted: Mapping[str, list[int]],
         draft_tokens: int = 3,
         by_position: Mapping[int, Mapping[str, list[int]]] | None = None,
+        lookup: Mapping[str, list[int]] | None = None,
+        tasks: Mapping[str, str] | None = None,
     ) -> Artifact:
-        """A report of a draft, by the draft tokens that each pass of the walk accepted on each prompt; none is no walk."""
+        """A report of a draft, by the draft tokens that each pass of the walk accepted on each prompt; none is no walk.
+
+        Args:
+            lookup: the same of prompt lookup; None is a report from before it was measured.
+            tasks: by sample id, to slice by.
+        """
         ranges = {begin: _acceptance(found) for begin, found in (by_position or {}).items()}
         trained = DraftMeasurement(ACCURACY, walk=_acceptance(accepted), walk_by_position=ranges)
         measured = {"trained": trained, "untrained": DraftMeasurement(ACCURACY)}
+        if lookup is not None:
+            measured["lookup"] = DraftMeasurement(None, walk=_acceptance(lookup))
+        columns = None if tasks is None else pd.DataFrame({"task": tasks})
 
         def build(out: Path) -> BuildResult:
             report = Report(
-                TARGET, "eagle3", "heldout", measured, draft_tokens=draft_tokens, resampling=Resampling(resamples=200)
+                *(TARGET, "eagle3", "heldout", measured, draft_tokens),
+                columns=columns,
+                resampling=Resampling(resamples=200),
             )
             save_report(report, out / "heldout")
-            scores = {name: one.result.metrics() for name, one in measured.items()}
-            return BuildResult(f"of {draft}", {"drafts": scores})
+            scores = {name: one.metrics() for name, one in measured.items()}
+            return BuildResult(
+                f"of {draft}", {"drafts": scores, "draft_tokens": draft_tokens, "evals": {"heldout": {}}}
+            )
 
         identity = {"draft": draft, "heldout": [answers, "features"]}
         return self.artifacts.obtain(ASSET, TARGET, identity, build)

@@ -1,4 +1,4 @@
-"""Rung 4 over many prompts, which the ranks share, and the cache of its measurements: `{folder}/{key}.json`.
+"""Rung 4 over many prompts, which the ranks share, and the cache of its measurements.
 
 Rung 4 is the only rung that runs the target, so it is measured once per draft, prompts and decoding, for any number of
 reports. An entry records the device and time of its timings.
@@ -6,32 +6,29 @@ reports. An entry records the device and time of its timings.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedModel
 
 from draftworks.capture.batch_notes import Progress, ProgressCallback
 from draftworks.config.decoding import Decoding
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.strict_yaml import describe_validation_error
 from draftworks.data.tokenized import TokenRow
 from draftworks.distributed.collectives import broadcast_from_rank_0, gather_from_ranks, get_rank, get_world_size
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.errors import DraftworksError, StoreError
+from draftworks.errors import DraftworksError
+from draftworks.evaluation.ladder.answer_walk import find_answer_spans
 from draftworks.evaluation.ladder.decoding import DecodingLimits, add_gap, decode, has_recurrent_state, speculate
 from draftworks.evaluation.ladder.measurement import LoopMeasurement, TimingContext
 from draftworks.evaluation.ladder.prompt_acceptance import AnswerTrace, Difference, PromptAcceptance, first_difference
-from draftworks.evaluation.ladder.replay import find_answer_spans
-from draftworks.storage.files import MAX_JSON_BYTES, describe_changes, publish_json, read_bytes
+from draftworks.evaluation.measurement_cache import MeasurementCache
 from draftworks.storage.identity import LayerTap, digest
 
 
@@ -177,9 +174,6 @@ class _Part:
     difference: Difference | None
 
 
-SCHEMA_VERSION = 1
-
-
 @dataclass(frozen=True)
 class LoopIdentity:
     """Everything that decides the result of a loop by one decoding; the report and the machine are not part of it.
@@ -227,23 +221,11 @@ class LoopLookup:
     problem: str | None = None
 
 
-class LoopEntry(BaseModel):
-    """Contents of an entry's file. `digest` is of `measurement`."""
-
-    schema_version: Literal[1] = SCHEMA_VERSION
-    identity: dict[str, Any]
-    measurement: dict[str, Any]
-    digest: str
-
-
 @dataclass(frozen=True)
 class LoopCache:
-    """A folder of rung 4 measurements. Entries are complete or absent at any moment; of two writers, the last wins.
+    """A folder of rung 4 measurements, see `MeasurementCache`."""
 
-    It knows nothing of ranks: the caller uses it on one.
-    """
-
-    folder: Path
+    kept: MeasurementCache
 
     @classmethod
     def open(cls, folder: Path) -> LoopCache:
@@ -252,40 +234,24 @@ class LoopCache:
         Raises:
             StoreError: it is a file, or cannot be written to; checked here because decoding may take hours.
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"{folder}: expected the folder of the loop cache, which cannot be made: {error}"
-            ) from error
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            raise StoreError(
-                f"{folder}: the loop cache cannot be written to: grant this user write access, or choose another folder"
-            )
-        return cls(folder)
+        return cls(MeasurementCache.open(folder, "loop"))
+
+    @property
+    def folder(self) -> Path:
+        return self.kept.folder
 
     def path(self, identity: LoopIdentity) -> Path:
-        return self.folder / f"{identity.key}.json"
+        return self.kept.path(identity.to_json())
 
     def find(self, identity: LoopIdentity) -> LoopLookup:
         """Look up the measurement of an identity. A damaged entry, or one of another identity, is not used."""
-        path = self.path(identity)
+        found = self.kept.find(identity.to_json())
+        if found.values is None:
+            return LoopLookup(problem=found.problem)
         try:
-            entry = LoopEntry.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
-            if entry.identity != identity.to_json():
-                differing = "; ".join(describe_changes(identity.to_json(), entry.identity))
-                return LoopLookup(problem=f"{path} is of another loop: {differing}")
-            if entry.digest != digest(entry.measurement):
-                return LoopLookup(
-                    problem=f"{path} is altered: expected {entry.digest}, found {digest(entry.measurement)}"
-                )
-            return LoopLookup(_measurement(entry.measurement))
-        except FileNotFoundError:
-            return LoopLookup()
-        except ValidationError as error:
-            return LoopLookup(problem=describe_validation_error(error, LoopEntry, str(path)))
-        except (OSError, ValueError, LookupError, TypeError, DraftworksError) as error:
-            return LoopLookup(problem=f"{path} cannot be read: {error!r}")
+            return LoopLookup(_measurement(found.values))
+        except (ValueError, LookupError, TypeError, DraftworksError) as error:
+            return LoopLookup(problem=f"{self.path(identity)} cannot be read: {error!r}")
 
     def store(self, identity: LoopIdentity, measured: LoopMeasurement) -> Path:
         """Publish an entry atomically, replacing an existing one.
@@ -293,14 +259,8 @@ class LoopCache:
         Raises:
             StoreError: it cannot be written.
         """
-        path = self.path(identity)
         values = {**measured.to_json(), "prompts": [asdict(prompt) for prompt in measured.prompts]}
-        entry = LoopEntry(identity=identity.to_json(), measurement=values, digest=digest(values))
-        try:
-            publish_json(path, entry.model_dump(mode="json"))
-        except OSError as error:
-            raise StoreError(f"{path}: a loop measurement cannot be stored: {error}") from error
-        return path
+        return self.kept.store(identity.to_json(), values)
 
 
 def _measurement(values: Mapping[str, Any]) -> LoopMeasurement:

@@ -82,23 +82,23 @@ class DraftMeasurement:
     """All rungs of one draft. A rung that was not measured is empty.
 
     Attributes:
-        result: rungs 0 and 1.
+        result: rungs 0 and 1; None for what proposes without a model, which has a walk only.
         blocks, walk: rungs 2 and 3, one entry per prompt.
         walk_by_position: the walk in every range of places in the text; empty in reports from before there were any.
         loops: rung 4, one entry per decoding.
     """
 
-    result: EvalResult
+    result: EvalResult | None
     blocks: tuple[PromptAcceptance, ...] = ()
     walk: tuple[PromptAcceptance, ...] = ()
     walk_by_position: PromptsByPosition = field(default_factory=dict)
     loops: tuple[LoopMeasurement, ...] = field(default_factory=tuple)
 
     def metrics(self) -> dict[str, Any]:
-        """Return all metrics by name: those of `result`, accepted tokens per pass of the other rungs, speed-ups."""
+        """Return all metrics by name: those of `result`, if there is one, accepted tokens per pass of the other rungs, speed-ups."""
         lengths = {f"eval/{name}_acc_len": micro_mean(prompts) for name, prompts in self.prompts_by_rung().items()}
         speed_ups = {f"eval/rung4_loop_{loop.decoding.suffix}_speed_up": loop.speed_up for loop in self.loops}
-        return {**self.result.metrics(), **lengths, **speed_ups}
+        return {**({} if self.result is None else self.result.metrics()), **lengths, **speed_ups}
 
     def prompts_by_rung(self) -> dict[str, tuple[PromptAcceptance, ...]]:
         """Return the measured rungs that count passes, by their published names."""

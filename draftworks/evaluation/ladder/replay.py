@@ -8,8 +8,9 @@ accepted tokens plus the target's own. Both are exact only if the answer is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,13 +20,8 @@ from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.objectives import token_mean_label_mask
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
-from draftworks.evaluation.ladder.prompt_acceptance import (
-    AnswerTrace,
-    Pass,
-    PlacedPass,
-    PromptAcceptance,
-    split_by_position,
-)
+from draftworks.evaluation.ladder.answer_walk import AnswerSpan, find_answer_spans
+from draftworks.evaluation.ladder.prompt_acceptance import AnswerTrace, Pass, PromptAcceptance, split_by_position
 from draftworks.features.contracts import TrainBatch
 
 
@@ -118,33 +114,16 @@ class _Sample:
     accepted: np.ndarray
     rejected: np.ndarray
 
-    def walk(self, begin: int, end: int) -> Iterator[PlacedPass]:
-        """Yield the passes of a greedy server over the answer [begin, end).
-
-        The prefill gives the answer's first token, so the first proposal is made at the position before it.
-        """
-        position = max(begin - 1, 0)
-        while position < end - 2:
-            one = self.pass_at(position, end)
-            yield PlacedPass(position + 2, one)
-            position += one.accepted + 1
-
-    def blocks(self, begin: int, end: int) -> Iterator[Pass]:
-        """Yield a pass at every position of the answer [begin, end)."""
-        for position in range(max(begin - 1, 0), end - 2):
-            yield self.pass_at(position, end)
-
-    def pass_at(self, position: int, end: int) -> Pass:
-        accepted, rejected = int(self.accepted[position]), int(self.rejected[position])
-        remaining = end - position - 2
-        without_rejection = accepted == remaining or rejected < 0
-        return Pass(accepted, min(accepted + 1, remaining), None if without_rejection else rejected)
+    def ask(self, span: AnswerSpan, known: int) -> Pass:
+        """Return the pass at which the first `known` tokens are known: the draft was asked two positions before."""
+        rejected = int(self.rejected[known - 2])
+        return span.make_pass(known, int(self.accepted[known - 2]), None if rejected < 0 else rejected)
 
 
 def _replay_sample(sample_id: str, sample: _Sample) -> ReplayResult:
     spans = list(find_answer_spans(sample.mask))
-    walks = [list(sample.walk(*span)) for span in spans]
-    blocks = [one for span in spans for one in sample.blocks(*span)]
+    walks = [list(span.walk(partial(sample.ask, span))) for span in spans]
+    blocks = [one for span in spans for one in span.walk_everywhere(partial(sample.ask, span))]
     placed = [one for passes in walks for one in passes]
     first = None
     if spans:
@@ -170,9 +149,3 @@ def forward_with_replay(strategy: DraftStrategy, draft_tokens: int) -> Callable[
         return output
 
     return forward
-
-
-def find_answer_spans(mask: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield [begin, end) of every run of True in an answer mask (S,)."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist())

@@ -10,9 +10,9 @@ from itertools import chain, islice
 from typing import Any
 
 from draftworks.data.tokenized import TokenRow
+from draftworks.evaluation.ladder.answer_walk import find_answer_spans
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.ladder.replay import find_answer_spans
 from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired
 from draftworks.sglang.speculation import SpeculatedAnswer
 

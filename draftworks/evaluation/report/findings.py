@@ -20,6 +20,7 @@ from draftworks.evaluation.report.summary import TRAINED
 
 if TYPE_CHECKING:
     from draftworks.evaluation.ladder.measurement import DraftMeasurement  # it imports torch
+    from draftworks.evaluation.result import EvalResult
 
 SIMULATED = "simulated_acc_len"
 BLOCK, WALK, LOOP = "rung2_block_acc_len", "rung3_walk_acc_len", "rung4_loop_acc_len"
@@ -130,12 +131,16 @@ def compare_on_walk(drafts: Mapping[str, DraftMeasurement], resampling: Resampli
 
 
 def _collect_of_draft(name: str, measured: DraftMeasurement, resampling: Resampling) -> Iterable[Finding]:
-    result = measured.result
+    if measured.result is not None:
+        yield from _collect_of_result(name, measured.result)
+    for rung in list_counted_rungs(measured):
+        acceptance = summarize_acceptance(rung.prompts, resampling)
+        yield Finding(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.decoding, rung.speed_up)
+
+
+def _collect_of_result(name: str, result: EvalResult) -> Iterable[Finding]:
     for position, accuracy in enumerate(result.per_position_acc, start=1):
         yield Finding(name, 0, f"per_position_acc_{position}", accuracy)
     yield Finding(name, 1, SIMULATED, result.simulated_acc_len)
     for decoding, length in result.sampled_acc_lens.items():
         yield Finding(name, 1, f"{SIMULATED}_{decoding.suffix}", length, decoding=decoding)
-    for rung in list_counted_rungs(measured):
-        acceptance = summarize_acceptance(rung.prompts, resampling)
-        yield Finding(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.decoding, rung.speed_up)

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
 from draftworks.evaluation.acceptance_length import NAME, SYMBOL, count_own_token, format_length, name_metric
-from draftworks.evaluation.ladder.prompt_acceptance import sum_histograms
+from draftworks.evaluation.ladder.prompt_acceptance import micro_mean, sum_histograms
 from draftworks.evaluation.report.findings import SIMULATED, WALK
 
 if TYPE_CHECKING:
@@ -26,16 +26,24 @@ Style: TypeAlias = tuple[str, str]  # colour, marker
 
 def plot_acceptance(drafts: Mapping[str, DraftMeasurement], draft_tokens: int, title: str) -> bytes:
     """Plot the teacher-forced accuracy by draft position, and the passes of the walk by accepted tokens, if measured."""
+    drafts = select_shown_drafts(drafts)
     walked = {name: counts for name, measured in drafts.items() if any(counts := sum_histograms(measured.walk))}
     styles = dict(zip(drafts, cycle(zip(COLOURS, MARKERS))))
     figure = make_figure(10.4 if walked else 6.4, 3.8)
     axes = figure.subplots(1, 2 if walked else 1, squeeze=False)[0]
-    _draw_accuracies(axes[0], {name: measured.result for name, measured in drafts.items()}, styles)
+    _draw_accuracies(axes[0], {name: one.result for name, one in drafts.items() if one.result is not None}, styles)
     label_axes(axes[0], title, "draft position", "equal to the target's argmax (%)")
     if walked:
         _draw_accepted_lengths(axes[1], walked, draft_tokens, styles)
         label_axes(axes[1], "", "draft tokens accepted by a pass", "passes of the walk (%)")
     return render_png(figure)
+
+
+def select_shown_drafts(drafts: Mapping[str, DraftMeasurement]) -> dict[str, DraftMeasurement]:
+    """Return the drafts with accuracies, and of those that propose without a model the one that accepts most."""
+    walks = {name: micro_mean(measured.walk) for name, measured in drafts.items() if measured.result is None}
+    best = max(walks, key=lambda name: walks[name] or 0.0, default=None)
+    return {name: measured for name, measured in drafts.items() if measured.result is not None or name == best}
 
 
 def plot_slices(slices: pd.DataFrame, title: str) -> bytes:

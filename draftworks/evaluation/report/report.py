@@ -26,7 +26,15 @@ from draftworks.evaluation.report.findings import (
     compare_on_walk,
     get_metric_name,
 )
-from draftworks.evaluation.report.slices import iterate_positions, iterate_slices, measure_slices
+from draftworks.evaluation.report.rival_verdict import RivalVerdict
+from draftworks.evaluation.report.rivals import (
+    RIVAL_COLUMNS,
+    RivalSlice,
+    compare_slices,
+    judge_rivals,
+    measure_without_loops,
+)
+from draftworks.evaluation.report.slices import measure_slices
 from draftworks.evaluation.report.summary import (
     REPORT,
     SCHEMA_VERSION,
@@ -40,6 +48,7 @@ from draftworks.evaluation.report.summary import (
 from draftworks.evaluation.report.tables import PromptsByRung, read_prompts, select_walk_by_position
 from draftworks.evaluation.report.thinking import AskedSample, ThinkingComparison, compare_thinking
 from draftworks.evaluation.result import EvalResult
+from draftworks.evaluation.rivals.loops import AnswerLoops
 
 NOT_MEASURED = {
     "dropped_turns": "turns were left out: no room within max_length, or the template refused to go on",
@@ -60,7 +69,7 @@ class Report:
     """Measurements of several drafts on one eval set of one target.
 
     Attributes:
-        drafts: by name: `trained`, and its baselines, e.g. `untrained`, `bigram`.
+        drafts: by name: `trained`, the same `untrained`, and what proposes without a model, e.g. `lookup`.
         draft_tokens: tokens proposed per pass on rungs 2 to 4.
         label_agreement: share of answer tokens that are the target's argmax; None if it is not known. Rungs 2 and 3 are
             exact only if it is 1.
@@ -70,6 +79,7 @@ class Report:
         columns: columns of the samples (task, length, …), indexed by sample id; the walk is sliced by each of them.
         absent_columns: columns that were to be sliced by, and that no sample of this eval set has.
         asked: by sample id, for eval data that was asked with thinking on and off; empty for other data.
+        repeated: share of repeated n-grams in the answers of a sample, by its id; None if it was not measured.
         resampling: settings of the intervals.
         provenance: digests and settings of the draft and its eval data.
     """
@@ -86,6 +96,7 @@ class Report:
     columns: pd.DataFrame | None = field(default=None, compare=False)
     absent_columns: tuple[str, ...] = ()
     asked: Mapping[str, AskedSample] = field(default_factory=dict, compare=False)
+    repeated: Mapping[str, float] | None = field(default=None, compare=False)
     resampling: Resampling = DEFAULT_RESAMPLING
     provenance: Mapping[str, Any] = field(default_factory=dict)
     created: datetime = field(default_factory=_now)
@@ -116,11 +127,29 @@ class Report:
 
     @cached_property
     def walk_slices(self) -> pd.DataFrame:
-        """The walk of the trained draft by every column of the eval data, and by the place in the text."""
-        trained = self.drafts[TRAINED]
-        columns = pd.DataFrame() if self.columns is None else self.columns
-        by_column = iterate_slices(trained.walk if self.columns is not None else (), columns, list(columns))
-        return measure_slices([*by_column, *iterate_positions(trained.walk_by_position)], self.resampling)
+        """The walk of the trained draft by every column of the eval data and by the place in the text, beside the best rival."""
+        compared = self.compared_slices
+        measured = measure_slices([one.slice for one in compared], self.resampling)
+        beside = pd.DataFrame([one.to_row() for one in compared], columns=list(RIVAL_COLUMNS))
+        return pd.concat([measured, beside.astype(RIVAL_COLUMNS)], axis=1)
+
+    @cached_property
+    def compared_slices(self) -> list[RivalSlice]:
+        return compare_slices(self.drafts, self.columns, self.resampling)
+
+    @cached_property
+    def rivals(self) -> RivalVerdict | None:
+        """The trained draft beside what a user could have for nothing; None if that was not measured."""
+        return judge_rivals(self.comparisons, self.compared_slices)
+
+    @property
+    def loops(self) -> AnswerLoops | None:
+        return None if self.repeated is None else AnswerLoops.of(self.repeated)
+
+    @property
+    def walk_without_loops(self) -> dict[str, float | None]:
+        """Accepted tokens per pass on the samples whose answers run in no loop, by draft; {} if that was not measured."""
+        return {} if self.repeated is None else measure_without_loops(self.drafts, self.repeated)
 
     @cached_property
     def thinking(self) -> ThinkingComparison | None:
@@ -149,23 +178,30 @@ class Report:
             "resampling": asdict(self.resampling),
             "drafts": {name: self._draft_json(name, measured) for name, measured in self.drafts.items()},
             "comparisons": [comparison.to_json() for comparison in self.comparisons],
+            **({} if self.rivals is None else {"rivals": self.rivals.to_json()}),
+            **self._loops_json(),
             **({} if self.thinking is None else {"thinking": self.thinking.to_json()}),
             **({"absent_columns": list(self.absent_columns)} if self.absent_columns else {}),
             "provenance": dict(self.provenance),
         }
 
+    def _loops_json(self) -> dict[str, Any]:
+        if self.loops is None:
+            return {}
+        return {"answer_loops": {**self.loops.to_json(), "walk_without": self.walk_without_loops}}
+
     def _draft_json(self, name: str, measured: DraftMeasurement) -> dict[str, Any]:
         return {
-            "result": measured.result.to_json(),
-            "metrics": measured.result.metrics(),
+            "result": None if measured.result is None else measured.result.to_json(),
+            "metrics": {} if measured.result is None else measured.result.metrics(),
             "rungs": [found.to_json() for found in self.findings if found.draft == name],
             "loops": [_loop_json(loop) for loop in measured.loops if loop.prompts],
         }
 
     @classmethod
     def load(cls, folder: Path) -> Report:
-        """Read a saved report, all but the columns of the eval data and how it was asked,
-        which are not in its files.
+        """Read a saved report, all but the columns of the eval data, how it was asked and how far its answers repeat
+        themselves, which are not in its files.
 
         Raises:
             StoreError: missing, damaged, altered, or of another schema.
@@ -208,7 +244,7 @@ def _get_loop_name(loop: Mapping[str, Any]) -> str:
 
 def _measurement(name: str, values: Mapping[str, Any], prompts: PromptsByRung) -> DraftMeasurement:
     return DraftMeasurement(
-        result=EvalResult.from_json(values["result"]),
+        result=None if values["result"] is None else EvalResult.from_json(values["result"]),
         blocks=prompts.get((name, get_metric_name(2)), ()),
         walk=prompts.get((name, get_metric_name(3)), ()),
         walk_by_position=select_walk_by_position(prompts, name),

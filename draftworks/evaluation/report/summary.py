@@ -13,7 +13,8 @@ from draftworks.config.data import AnswersSampling
 from draftworks.config.decoding import AcceptanceRule, Decoding
 from draftworks.errors import DataError, DraftworksError, StoreError
 from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
-from draftworks.storage.artifacts import FileManifest
+from draftworks.evaluation.report.rival_verdict import RivalVerdict
+from draftworks.storage.artifacts import Artifact, FileManifest
 from draftworks.storage.files import read_json
 
 SCHEMA_VERSION = 2
@@ -150,6 +151,7 @@ class ReportSummary:
         labels: the counts of that share; None in reports from before they were kept.
         greedy_answers: whether the target wrote the answers, greedily; None if it is not known.
         answers: how the target wrote them; None if others did, or if it is not known.
+        rivals: the draft beside what a user could have for nothing; None in reports from before that was measured.
     """
 
     target: str
@@ -164,6 +166,7 @@ class ReportSummary:
     labels: LabelCounts | None = None
     greedy_answers: bool | None = None
     answers: AnswersSampling | None = None
+    rivals: RivalVerdict | None = None
 
     def __post_init__(self) -> None:
         if not self.select_scores(TRAINED, 1):
@@ -196,7 +199,18 @@ class ReportSummary:
                 provenance=values["provenance"],
                 **read_label_fields(values),
                 answers=read_answers(values),
+                rivals=None if values.get("rivals") is None else RivalVerdict.from_json(values["rivals"]),
             )
+
+    @classmethod
+    def load_verdicts(cls, report: Artifact) -> dict[str, RivalVerdict]:
+        """Return the verdict on each eval set of a published report, `heldout` first; without those that have none.
+
+        Raises:
+            StoreError: a report.json is missing, damaged, or of another schema.
+        """
+        loaded = {name: cls.load(report.path / name).rivals for name in report.summary.get("evals", ())}
+        return {name: verdict for name, verdict in loaded.items() if verdict is not None}
 
     @property
     def exactness(self) -> Exactness:

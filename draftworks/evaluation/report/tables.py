@@ -49,6 +49,8 @@ SLICES_SCHEMA = pa.schema(
         *((name, pa.string()) for name in ("column", "value")),
         *((name, pa.int64()) for name in ("prompts", "passes", "accepted")),
         *((name, pa.float64()) for name in ("micro", "macro", "low", "high")),
+        ("rival", pa.string()),
+        *((name, pa.float64()) for name in ("rival_micro", "difference", "difference_low", "difference_high")),
     ]
 )
 DIFFERENCES_SCHEMA = pa.schema(

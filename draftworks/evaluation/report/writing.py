@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.config.decoding import GREEDY, describe_servers
-from draftworks.evaluation.acceptance_length import SYMBOL, format_length, name_metric
+from draftworks.evaluation.acceptance_length import SYMBOL, format_change, format_length, name_metric
 from draftworks.evaluation.labels import NEAR_TIE
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import (
@@ -21,7 +21,7 @@ from draftworks.evaluation.ladder.prompt_acceptance import (
 from draftworks.evaluation.ladder.statistics import Interval, Resampling, compare_unpaired, select_measured
 from draftworks.evaluation.report.findings import WALK, Finding
 from draftworks.evaluation.report.pages import format_measured, render_page, render_table
-from draftworks.evaluation.report.plots import plot_acceptance, plot_slices
+from draftworks.evaluation.report.plots import plot_acceptance, plot_slices, select_shown_drafts
 from draftworks.evaluation.report.report import NOT_MEASURED, Report
 from draftworks.evaluation.report.slices import POSITION
 from draftworks.evaluation.report.summary import (
@@ -43,6 +43,8 @@ from draftworks.evaluation.report.tables import (
     publish_table,
     select_slices_to_show,
 )
+from draftworks.evaluation.rivals.loops import NGRAM
+from draftworks.evaluation.rivals.names import RIVAL_MEANINGS
 from draftworks.evaluation.strategy_metrics import RATES_RULE, describe_contexts, describe_rules
 from draftworks.storage.artifacts import FileManifest
 from draftworks.storage.files import publish_file, publish_json
@@ -97,7 +99,10 @@ def render_report(report: Report) -> str:
     return render_page(
         "evaluation/report/report.md.j2",
         report=report,
-        draft_table=_table(_draft_row(name, report.findings) for name in report.drafts),
+        draft_table=_table(_draft_row(name, report.findings) for name, one in report.drafts.items() if one.result),
+        rival_table=_table(_list_rival_rows(report)),
+        rival_meanings={name: RIVAL_MEANINGS[name] for name in report.drafts if name in RIVAL_MEANINGS},
+        loop_ngram=NGRAM,
         rungs=sorted({found.rung for found in report.findings}),
         decoded=list(_list_decoded(report.drafts)),
         loops=[loop for measured in report.drafts.values() for loop in measured.loops if loop.prompts],
@@ -119,7 +124,7 @@ def _describe_sampling(report: Report) -> dict[str, Any]:
     """Return what is said of temperatures above 0: the rules of acceptance, the contexts of rung 1, and the acceptance rates."""
     sampled = [found for found in report.findings if found.decoding is not None and found.rule is not None]
     simulated = (each.decoding for each in sampled if each.rung == 1 and each.decoding)
-    measured = {name: each.result.acceptance_rates for name, each in report.drafts.items()}
+    measured = {name: each.result.acceptance_rates for name, each in report.drafts.items() if each.result is not None}
     rates = {name: each for name, each in measured.items() if each is not None and each.unconditional is not None}
     rows = [
         {
@@ -193,6 +198,23 @@ def _format_percentages(shares: Iterable[float]) -> str:
     return " · ".join(f"{100 * share:.1f}" for share in shares)
 
 
+def _list_rival_rows(report: Report) -> Iterator[dict[str, str]]:
+    """Yield the walk of all drafts that have one, the longest first; nothing where there is only one."""
+    walks = [one for one in report.findings if one.metric == WALK and one.acceptance is not None]
+    differences = {one.other: one.paired for one in report.comparisons}
+    without = report.walk_without_loops if report.loops is not None and report.loops.in_loops else {}
+    for one in sorted(walks if differences else (), key=lambda one: -(one.value or 0.0)):
+        loops = {f"{SYMBOL} without answers in loops": format_length(without[one.draft])} if without else {}
+        found = differences.get(one.draft)
+        change = "" if found is None else format_change(found.difference, found.interval.low, found.interval.high, 2)
+        yield {
+            "beside each other": one.draft,
+            _title(WALK): format_measured(one.acceptance, one.value),
+            **loops,
+            f"{TRAINED} minus it, prompt by prompt": change,
+        }
+
+
 def _list_thinking_rows(report: Report) -> Iterator[dict[str, str]]:
     """Yield the walk with thinking on and off."""
     assert report.thinking is not None, "asked by the caller"
@@ -201,7 +223,11 @@ def _list_thinking_rows(report: Report) -> Iterator[dict[str, str]]:
 
 
 def _slice_row(one: Any) -> dict[str, str]:
-    return {"slice by": one.column, "value": one.value, **_walk_cells(one)}
+    row = {"slice by": one.column, "value": one.value, **_walk_cells(one)}
+    if one.rival is None:
+        return row
+    wins = ", wins" if one.difference_high < 0 and one.difference_high > one.difference_low else ""
+    return {**row, "the best other": f"{one.rival} {format_length(one.rival_micro)}{wins}"}
 
 
 def _walk_cells(one: Any) -> dict[str, str]:
@@ -212,7 +238,7 @@ def _walk_cells(one: Any) -> dict[str, str]:
 
 def _list_histogram_rows(report: Report) -> Iterator[dict[str, str]]:
     """Yield the share of passes of each walk by the number of accepted draft tokens, in percent."""
-    for name, measured in report.drafts.items():
+    for name, measured in select_shown_drafts(report.drafts).items():
         counts = sum_histograms(measured.walk)
         if any(counts):
             shares = {str(length): f"{100 * count / sum(counts):.0f}" for length, count in enumerate(counts)}
