@@ -292,7 +292,8 @@ class _EvaluationRun:
             log=lambda text: self._log(f"{name}: {text}"),
             progress=lambda now: self.ctx.report_progress({"rung": 4, **now.summarize()}),
         )
-        return replace(found.measured, loops=rung4.measure())
+        with self.ctx.doing(f"{name}: decoding with the target (rung 4)"):
+            return replace(found.measured, loops=rung4.measure())
 
     def _measure_with_replay(self, name: str, trace_ids: Collection[str] = ()) -> _Measured:
         result = self.measure_accuracy(name, self.strategy.forward_loss)

@@ -63,11 +63,12 @@ def regenerate(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
         def answerer() -> Answerer:
             if servers is not None:
                 servers.request_service()
-            made = (
-                _make_endpoint_answerer(run, chat)
-                if run.responses.endpoint
-                else _make_engine_answerer(run, chat, place)
-            )
+            with ctx.doing("loading the target"):
+                made = (
+                    _make_endpoint_answerer(run, chat)
+                    if run.responses.endpoint
+                    else _make_engine_answerer(run, chat, place)
+                )
             closing.callback(made.close)
             return made
 

@@ -123,7 +123,7 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
     with ctx.doing("looking for supervised held-out tokens"):
         if not trainer.can_evaluate():
             raise make_empty_heldout_error(run.heldout)
-    with report_to(trackers):
+    with report_to(trackers), ctx.doing("training"):
         if arrival is not None:
             _fit_arriving(trainer, arrival)
         elif stream is None:
