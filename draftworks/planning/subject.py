@@ -147,6 +147,10 @@ class PlanSubject:
         """Return the newest conversations that were prepared from the same files, whichever of them were chosen."""
         return next(self._list_prepared(name, same_choice=False), None)
 
+    def list_data_versions(self, name: str) -> set[str]:
+        """Return the versions of the conversations that were prepared from the files of an eval set as they are."""
+        return {each.data_version for each in self._list_prepared(name, same_choice=False)}
+
     def find_answers(self, asset: str, part: str, settings: ResponseSpec, name: str = HELDOUT) -> Found:
         """Return what exists of the answers of a part of the conversations.
 
@@ -197,7 +201,7 @@ class PlanSubject:
         """Return the answers, newest first, to any choice of the conversations of the same files, with the same settings."""
         if self.files is None:
             return []
-        related = {each.data_version for each in self._list_prepared(name, same_choice=False)}
+        related = self.list_data_versions(name)
         wanted = make_answers_identity(self.target, self.files, "", part, settings)
         found = [(each, AnswersIdentity.of(each)) for each in self.list_results(asset)]
         return [each for each, of in found if of.conversations in related and replace(of, conversations="") == wanted]
