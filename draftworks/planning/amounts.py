@@ -22,7 +22,7 @@ from draftworks.planning.lengths import (
     ConversationSize,
     measure_rows,
 )
-from draftworks.planning.subject import Found, PlanSubject
+from draftworks.planning.subject import ALMOST, Found, PlanSubject
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.identity import EngineIdentity, FeatureIdentity, LastHidden, LayerTap
 from draftworks.storage.names import HELDOUT_RESPONSES, RESPONSES, TRAINING_FEATURES, of_eval_set
@@ -40,6 +40,7 @@ _DEVIATIONS = 3.0
 _SAME_DATA, _ONE_SAMPLE, _OTHER_DATA = 1.05, 1.5, 3.0
 """Factors by which tokens per sample may differ from those of earlier answers: to the same data, of which few answers say less
 than many (two standard errors of lengths that vary by three quarters of their mean), and to other data."""
+_UNFINISHED = 1.5
 LEAST_TOKENS = 10.0
 
 
@@ -62,7 +63,7 @@ class Amount:
     def find_made_share(self, found: Found) -> float:
         """Return the share of the samples that a result has, 0 to 1; below 1 where the result itself is to be made."""
         share = divide(found.count_samples(self.samples.value), self.samples.value)
-        return 1.0 if found.exact is not None else min(share, math.nextafter(1.0, 0.0))
+        return 1.0 if found.exact is not None else min(share, ALMOST)
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,17 @@ def count_amounts(subject: PlanSubject) -> Mapping[str, Amount]:
 
 def _count_part(subject: PlanSubject, part: _Part) -> Amount:
     found = subject.find_answers(part.asset, part.part, part.settings, part.eval_set)
-    if found.exact is not None:
-        return _count_answered(found)
+    made = found.exact or found.twin
+    if made is not None:
+        return _count_answered(made, found)
     sample = _sample(subject, part.eval_set)
     conversations = _count_conversations(subject, part, sample)
     rejected = subject.target.data.max_rejected_share
     usable = Estimate(conversations.low * (1.0 - rejected), conversations.value, conversations.high)
     limits = _find_limits(subject, part)
     size = None if sample is None else measure_rows(sample.sizes, limits, subject.shape.vocab_size, sample.whole)
+    if found.kept.size is not None:
+        return _scale_kept(usable, found.kept.size, limits, found)
     earlier = _find_similar_answers(subject, part)
     if earlier is not None:
         return _scale_earlier(subject, part, usable, earlier, size, found)
@@ -141,10 +145,8 @@ def _find_limits(subject: PlanSubject, part: _Part) -> AnswerLimits:
     return AnswerLimits(generates, settings.max_new_tokens, target.max_length, target.data.only_last_turn)
 
 
-def _count_answered(found: Found) -> Amount:
+def _count_answered(made: Artifact, found: Found) -> Amount:
     """Return the amount of answers that exist."""
-    made = found.exact
-    assert made is not None
     figures = made.summary
     generated = _count_generated(made)
     return Amount(
@@ -152,6 +154,24 @@ def _count_answered(found: Found) -> Amount:
         tokens=Estimate.exactly(figures["tokens"]),
         generated=Estimate.exactly(generated),
         source=Source("counted", f"{made.asset} {made.path.name}"),
+        found=found,
+    )
+
+
+def _scale_kept(conversations: Estimate, size: ConversationSize, limits: AnswerLimits, found: Found) -> Amount:
+    """Return the amount by answers of an unfinished step; those that end first may be shorter than those that follow."""
+
+    def scale(mean: Estimate, most: float) -> Estimate:
+        factor = Estimate(1.0 / _UNFINISHED, 1.0, _UNFINISHED)
+        return conversations.times(mean.multiply(factor).cap(max(mean.value, most)))
+
+    text = f"{size.tokens.value:.0f} tokens a conversation, as in {found.kept.count:,} answers of an unfinished step"
+    turns, most = size.samples.high, float(limits.max_length)
+    return Amount(
+        samples=conversations.multiply(size.samples),
+        tokens=scale(size.tokens, turns * most),
+        generated=scale(size.generated, math.inf),
+        source=Source("measured", text),
         found=found,
     )
 
@@ -170,7 +190,7 @@ def _scale_earlier(
     samples = max(float(earlier.summary["samples"]), 1.0)
     tokens, generated = min(earlier.summary["tokens"] / samples, limit), _count_generated(earlier) / samples
     text = f"{tokens:.0f} tokens a sample, as in {earlier.asset} {earlier.path.name}"
-    if AnswersIdentity.of(earlier).conversations in subject.list_data_versions(part.eval_set):
+    if AnswersIdentity.of(earlier).conversations in subject.anywhere.list_data_versions(part.eval_set):
         factor = _SAME_DATA + _ONE_SAMPLE / math.sqrt(samples)
         per_sample, answer = Estimate.within(tokens, factor).cap(limit), Estimate.within(generated, factor)
     else:
@@ -204,7 +224,7 @@ def _find_similar_answers(subject: PlanSubject, part: _Part) -> Artifact | None:
     """Return the newest answers of the same kind and with the same limits: of the same part, or of another one."""
     target = subject.target
     for asset in dict.fromkeys((part.asset, RESPONSES, HELDOUT_RESPONSES)):
-        for each in subject.list_results(asset):
+        for each in subject.anywhere.list_results(asset):
             found = AnswersIdentity.of(each)
             responses = found.responses or {}
             limits = (found.max_length, responses.get("max_new_tokens", part.settings.max_new_tokens))

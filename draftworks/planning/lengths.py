@@ -125,7 +125,7 @@ def measure_rows(
     sizes = [_measure_row(row, limits, vocab_size) for row in rows]
     weights = [row.weight for row in rows]
     means = [
-        _average([getattr(size, name) for size in sizes], weights, whole) for name in ("samples", "tokens", "generated")
+        average([getattr(size, name) for size in sizes], weights, whole) for name in ("samples", "tokens", "generated")
     ]
     return ConversationSize(*means)
 
@@ -150,7 +150,8 @@ def _measure_row(row: RowSize, limits: AnswerLimits, vocab_size: int | None) -> 
     return ConversationSize(samples, tokens, answer if limits.generated else Estimate.exactly(0.0))
 
 
-def _average(sizes: Sequence[Estimate], weights: Sequence[float], whole: bool) -> Estimate:
+def average(sizes: Sequence[Estimate], weights: Sequence[float], whole: bool) -> Estimate:
+    """Return the weighted mean; of a sample that is not `whole` with two standard errors more either way."""
     total = sum(weights)
     low, value, high = (
         sum(getattr(size, name) * weight for size, weight in zip(sizes, weights, strict=True)) / total

@@ -24,9 +24,30 @@ from draftworks.data.prepare import prepare_conversations, tokenize_part
 from draftworks.planning.estimates import Estimate
 
 ROWS, MAX_LENGTH, NEW_TOKENS = 60, 400, 48
-WORDS = (
-    "the list of names is read from a file that holds one value for each line and returns what it found there".split()
-)
+WORDS = [
+    "the",
+    "list",
+    "of",
+    "names",
+    "is",
+    "read",
+    "from",
+    "a",
+    "file",
+    "that",
+    "holds",
+    "one",
+    "value",
+    "for",
+    "each",
+    "line",
+    "and",
+    "returns",
+    "what",
+    "it",
+    "found",
+    "there",
+]
 THOUGHT = "<think>\n{}\n</think>\n\n{}"
 Length = Callable[[random.Random], int]
 
