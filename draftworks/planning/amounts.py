@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import reduce
 
 from draftworks.config.capture import CaptureSpec
@@ -22,6 +23,7 @@ from draftworks.planning.lengths import (
     ConversationSize,
     measure_rows,
 )
+from draftworks.planning.measured import MeasuredSample
 from draftworks.planning.subject import ALMOST, Found, PlanSubject
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.identity import EngineIdentity, FeatureIdentity, LastHidden, LayerTap
@@ -37,9 +39,9 @@ _LEFT_OUT = (
 )
 """Counts of a prepared set's rows that are not used."""
 _DEVIATIONS = 3.0
-_SAME_DATA, _ONE_SAMPLE, _OTHER_DATA = 1.05, 1.5, 3.0
+_SAME_DATA, _ONE_SAMPLE, _OTHER_DATA = 1.05, 2.25, 3.0
 """Factors by which tokens per sample may differ from those of earlier answers: to the same data, of which few answers say less
-than many (two standard errors of lengths that vary by three quarters of their mean), and to other data."""
+than many (three standard errors of lengths that vary by three quarters of their mean), and to other data."""
 _UNFINISHED = 1.5
 LEAST_TOKENS = 10.0
 
@@ -109,6 +111,10 @@ def _count_part(subject: PlanSubject, part: _Part) -> Amount:
     if found.kept.size is not None:
         return _scale_kept(usable, found.kept.size, limits, found)
     earlier = _find_similar_answers(subject, part)
+    same = earlier is not None and _is_of_data(subject, part, earlier)
+    measured = None if same or not limits.generated else _find_measured(subject, part)
+    if measured is not None:
+        return _scale_measured(usable, measured, found)
     if earlier is not None:
         return _scale_earlier(subject, part, usable, earlier, size, found)
     if sample is None or size is None:
@@ -176,6 +182,32 @@ def _scale_kept(conversations: Estimate, size: ConversationSize, limits: AnswerL
     )
 
 
+def _find_measured(subject: PlanSubject, part: _Part) -> MeasuredSample | None:
+    """Return the sample that was answered as a part is, or at least as the other part of the same data is."""
+    settings = (part.settings, subject.target.responses, make_greedy_settings(subject.target, "conversations"))
+    found = (subject.find_measured(each, part.eval_set) for each in settings)
+    return next((each for each in found if each is not None), None)
+
+
+def _scale_measured(conversations: Estimate, measured: MeasuredSample, found: Found) -> Amount:
+    size, when = measured.size, datetime.fromtimestamp(measured.made_at, UTC).strftime("%Y-%m-%d")
+    text = (
+        f"{size.tokens.value:.0f} tokens a conversation, by --measure on {when}, {measured.finished} prompts answered"
+    )
+    return Amount(
+        samples=conversations.multiply(size.samples),
+        tokens=conversations.times(size.tokens),
+        generated=conversations.times(size.generated),
+        source=Source("measured", text),
+        found=found,
+    )
+
+
+def _is_of_data(subject: PlanSubject, part: _Part, answers: Artifact) -> bool:
+    """Whether answers are to conversations of a part's data, whichever were chosen of it."""
+    return AnswersIdentity.of(answers).conversations in subject.anywhere.list_data_versions(part.eval_set)
+
+
 def _scale_earlier(
     subject: PlanSubject,
     part: _Part,
@@ -190,7 +222,7 @@ def _scale_earlier(
     samples = max(float(earlier.summary["samples"]), 1.0)
     tokens, generated = min(earlier.summary["tokens"] / samples, limit), _count_generated(earlier) / samples
     text = f"{tokens:.0f} tokens a sample, as in {earlier.asset} {earlier.path.name}"
-    if AnswersIdentity.of(earlier).conversations in subject.anywhere.list_data_versions(part.eval_set):
+    if _is_of_data(subject, part, earlier):
         factor = _SAME_DATA + _ONE_SAMPLE / math.sqrt(samples)
         per_sample, answer = Estimate.within(tokens, factor).cap(limit), Estimate.within(generated, factor)
     else:

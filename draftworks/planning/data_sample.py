@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.urls import is_url
 from draftworks.data.sources import SERVED, find_dataset_files, find_files
 from draftworks.planning.estimates import Estimate
 from draftworks.planning.lengths import RowSize, TextSize
+
+if TYPE_CHECKING:
+    from draftworks.data.conversations import Conversation  # it imports pyarrow
 
 SAMPLE_ROWS = 128
 _MOST_FILES = 16
@@ -89,6 +92,29 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
     rows = joined.rows * share
     bounds = Estimate(rows.low / _UNKNOWN_ROWS_FACTOR, rows.value, rows.high * _UNKNOWN_ROWS_FACTOR)
     return DataSample(bounds, joined.sizes, False, joined.tokenized)
+
+
+def sample_conversations(dataset: DatasetSpec, root: Path, most: int) -> list[Conversation]:
+    """Return conversations of some rows of a data set; none where its files lie elsewhere, are logs, or have token ids.
+
+    Raises:
+        DataError: it has no files.
+    """
+    from draftworks.data.formats import RowError, detect_format, parse_conversation
+
+    if dataset.format == SERVED or any(map(is_url, dataset.files)):
+        return []
+    files = find_files(dataset.files, root)
+    found: list[Conversation] = []
+    for path in files[:most]:
+        chosen = _choose_rows(path, -(-most // min(len(files), most)))
+        for value in chosen.values if chosen else ():
+            try:
+                if detect_format(value) != "tokens":
+                    found.append(parse_conversation(value))
+            except (RowError, RecursionError):
+                continue
+    return found[:most]
 
 
 def _sample_file(path: Path, most: int) -> DataSample | None:

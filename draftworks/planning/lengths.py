@@ -20,7 +20,7 @@ UNSEEN_ANSWER_TOKENS = Estimate(50.0, 250.0, 2000.0)
 """Of an answer that is not there: to a logged request, or to a row that ends with a question."""
 LEAST_ANSWER_TOKENS = 2.0
 """Of an answer that a target gives: a word, and its end."""
-_DEVIATIONS = 2.0
+_DEVIATIONS = 3.0
 _MOST_DEVIATION = 0.9
 
 _MARKS = re.compile(r"[!-@\[-`{-~]|\s{2,}")
@@ -120,7 +120,7 @@ def measure_rows(
     """Return the mean size of the conversations of these rows.
 
     Args:
-        whole: the rows are all rows of the data. Otherwise bounds have two standard errors of the mean more.
+        whole: the rows are all rows of the data. Otherwise bounds have three standard errors of the mean more.
     """
     sizes = [_measure_row(row, limits, vocab_size) for row in rows]
     weights = [row.weight for row in rows]
@@ -151,7 +151,7 @@ def _measure_row(row: RowSize, limits: AnswerLimits, vocab_size: int | None) -> 
 
 
 def average(sizes: Sequence[Estimate], weights: Sequence[float], whole: bool) -> Estimate:
-    """Return the weighted mean; of a sample that is not `whole` with two standard errors more either way."""
+    """Return the weighted mean; of a sample that is not `whole` with three standard errors more either way."""
     total = sum(weights)
     low, value, high = (
         sum(getattr(size, name) * weight for size, weight in zip(sizes, weights, strict=True)) / total

@@ -19,6 +19,7 @@ from draftworks.data.sources import digest_dataset
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.planning.identities import PLANNED, TRAIN, Results, identify_result
 from draftworks.planning.kept_answers import NO_ANSWERS, KeptAnswers, find_kept_answers
+from draftworks.planning.measured import MeasuredSample, identify_sample, list_samples
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import DigestNotCached, RememberedDigests, digest
 from draftworks.storage.names import HELDOUT_RESPONSES, RESPONSES, TOKENIZED_TRAIN, TRAINING_FEATURES, of_eval_set
@@ -222,6 +223,27 @@ class PlanSubject:
         wanted = make_answers_identity(self.target, self.files, "", part, settings)
         folder, dtype = self.artifacts.root / "answers" / self.files.digest, self.target.capture.compute_dtype
         return find_kept_answers(folder, wanted, None if settings.endpoint else dtype, prepared.path / part)
+
+    @cached_property
+    def measured(self) -> list[MeasuredSample]:
+        """What `plan --measure` found out with the target's weights and engine, newest first."""
+        if self.files is None:
+            return []
+        capture = self.target.capture
+        found = list_samples(self.artifacts.root, self.files.digest)
+        same = [each for each in found if each.identity["engine"] == capture.engine]
+        return [
+            each
+            for each in same
+            if each.identity["compute_dtype"] == capture.compute_dtype and each.made_at < self.before
+        ]
+
+    def find_measured(self, settings: ResponseSpec, name: str) -> MeasuredSample | None:
+        """Return the newest sample of the training data that was answered with these settings; None for other data."""
+        if name != HELDOUT or self.files is None or not self.measured:
+            return None
+        wanted = identify_sample(self.target, self.files, self.find_data_version(HELDOUT), settings.to_identity())
+        return next((each for each in self.measured if each.identity == wanted), None)
 
     def find_made_share(self, asset: str) -> float:
         """Return 1 for a result that a run would find, just below 1 for one that is there but for another target, else 0."""

@@ -14,6 +14,7 @@ from answer_toys import answering_run
 from planning_toys import PlannedTarget
 from thinking import THINKING_TEMPLATE
 
+from draftworks.capture.answers.answer_sets import open_kept_answers
 from draftworks.capture.answers.dialogue import Answerer, Dialogue
 from draftworks.capture.answers.regenerate import regenerate_with
 from draftworks.capture.engine import Generated
@@ -22,6 +23,7 @@ from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import read_conversations
 from draftworks.data.prepare import prepare_conversations, tokenize_part
 from draftworks.planning.estimates import Estimate
+from draftworks.planning.kept_answers import measure_records
 
 ROWS, MAX_LENGTH, NEW_TOKENS = 60, 400, 48
 WORDS = [
@@ -161,9 +163,12 @@ class OfLength(Answerer):
 
 @dataclass(frozen=True)
 class Came:
+    """What came of a part of the data; `records` are its finished answers."""
+
     samples: float
     tokens: float
     generated: float
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def answer(kind: Kind, target: PlannedTarget, files: TargetFiles, folder: Path) -> Came:
@@ -180,7 +185,9 @@ def answer(kind: Kind, target: PlannedTarget, files: TargetFiles, folder: Path) 
         files, folder, list(read_conversations(part)), max_length=MAX_LENGTH, responses={"max_new_tokens": NEW_TOKENS}
     )
     made = regenerate_with(run, lambda: answerer, chat).tokens
-    return Came(made["samples"], made["tokens"], answerer.generated)
+    with open_kept_answers(run) as kept:
+        records = [kept[name] for name in kept.ids]
+    return Came(made["samples"], made["tokens"], answerer.generated, records)
 
 
 def holds(found: Estimate, value: float) -> bool:
@@ -211,4 +218,11 @@ def test_what_comes_is_within_the_bounds_before_anything_was_answered(
     assert holds(planned.samples, came.samples), (planned.samples, came)
     assert holds(planned.tokens, came.tokens), (planned.tokens, came)
     assert holds(planned.generated, came.generated), (planned.generated, came)
+    if kind.mode == "regenerate":  # twenty answers, as `plan --measure` or an unfinished step has them, say more
+        size = measure_records(random.Random(1).sample(came.records, 20))
+        assert size is not None
+        count = Estimate.exactly(len(came.records))
+        assert holds(count.times(size.samples), came.samples)
+        assert holds(count.times(size.tokens), came.tokens)
+        assert holds(count.times(size.generated), came.generated)
     assert kind.mode == "regenerate" or planned.tokens.high < 25 * planned.tokens.low, "bounds that say nothing"
