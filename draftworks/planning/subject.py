@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from draftworks.config.data import ResponseSpec
@@ -154,7 +155,7 @@ class PlanSubject:
         found: dict[str, None] = {}
         for asset in (HELDOUT_RESPONSES, TRAINING_FEATURES):
             names = sorted(path.name for path in (self.artifacts.root / asset).glob("*/"))
-            for name in names[:_MOST_OTHERS]:
+            for name in islice(names, _MOST_OTHERS):
                 if name != self.target.name and name not in found and self._is_twin(asset, name):
                     found[name] = None
         return list(found)
