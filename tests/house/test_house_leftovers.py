@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -189,6 +190,13 @@ def test_a_file_of_shared_memory_that_another_process_uses_is_left(
         assert watch.end() == []
         assert (SHARED_MEMORY / name).exists()
         user.communicate("")
+
+
+def test_a_signal_handler_is_told_and_set_back(watch: LeftoverWatch):
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    assert watch.end() == ["a handler of SIGTERM"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_check_costs_next_to_nothing(watch: LeftoverWatch):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftworks.programs import convert as convert_program
 from draftworks.programs.convert import convert, main
 from draftworks.targets.safetensors_headers import WEIGHTS
 
@@ -102,7 +103,10 @@ def test_the_same_file_gives_the_same_bytes(tmp_path: Path):
     assert json.loads(one["config.json"])["model_type"] == "qwen2"
 
 
-def test_what_cannot_be_read_is_one_line_and_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_read_is_one_line_and_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(convert_program, "raise_on_stop", lambda: None)
     path = GgufFile("llama", tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)}).write(tmp_path / "model.gguf")
     with pytest.raises(SystemExit) as ended:
         main([str(path), str(tmp_path / "converted")])

@@ -1,4 +1,4 @@
-"""What a module of tests leaves behind: processes, ports that are listened on, files of shared memory.
+"""What a module of tests leaves behind: processes, ports that are listened on, files of shared memory, signal handlers.
 
 Only what is this worker's own counts: its descendants, orphans whose environment has its mark, its own sockets.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import sys
 import time
@@ -24,6 +25,8 @@ SERVERS = ("warm_server.py", "warm-server", "multiprocessing.forkserver", "multi
 LEAVE_S = 10.0
 """How long what is about to end may still be there: only what is left after it is told."""
 SHARED_MEMORY = Path("/dev/shm")
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""A handler of these that stays takes the second request of a worker for a repeat of the first, and ends it at once."""
 _LISTENING = "0A"
 
 
@@ -39,6 +42,7 @@ class LeftoverWatch:
     _pids: set[int] = field(default_factory=set)
     _sockets: set[str] = field(default_factory=set)
     _files: set[str] = field(default_factory=set)
+    _handlers: dict[signal.Signals, object] = field(default_factory=dict)
     _lasting: set[psutil.Process] = field(default_factory=set)
     _excused: list[Callable[[], Iterable[psutil.Process]]] = field(default_factory=list)
 
@@ -50,6 +54,7 @@ class LeftoverWatch:
     def begin(self) -> None:
         """Take what there is now for granted."""
         self._pids, self._sockets, self._files = set(psutil.pids()), _list_sockets(), _list_files()
+        self._handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
 
     @contextmanager
     def lasting(self) -> Iterator[None]:
@@ -65,7 +70,7 @@ class LeftoverWatch:
         self._excused.append(find)
 
     def end(self) -> list[str]:
-        """Return what is left, in words; its processes are killed and its files are removed."""
+        """Return what is left, in words; its processes are killed, files removed, handlers set back."""
         left = self._find()
         ends = time.monotonic() + self.leave_s
         while any(left) and time.monotonic() < ends:
@@ -76,6 +81,10 @@ class LeftoverWatch:
         told = [_describe(each) for each in processes]
         told += [f"port {port} is still listened on by this process" for port in sockets]
         told += [f"file {SHARED_MEMORY / name}" for name in files]
+        for signum, handler in self._handlers.items():
+            if signal.getsignal(signum) is not handler:
+                told.append(f"a handler of {signum.name}")
+                signal.signal(signum, handler)  # pyright: ignore[reportArgumentType]
         kill_all(processes)
         for name in files:
             (SHARED_MEMORY / name).unlink(missing_ok=True)

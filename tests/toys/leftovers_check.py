@@ -1,4 +1,4 @@
-"""Plugin of pytest: a module that leaves processes, ports or files of shared memory fails, and they are ended."""
+"""Plugin of pytest: a module that leaves processes, ports, shared memory or signal handlers fails, and they are ended."""
 
 from __future__ import annotations
 
