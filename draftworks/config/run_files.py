@@ -170,6 +170,18 @@ class RegenerateRun(SharedRun):
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
 
 
+class MeasureRun(RegenerateRun):
+    """Answer a few conversations and capture the answers, for a plan: writes lengths and speeds to `record`."""
+
+    taps: list[int] = Field(description="hf_index of every tap, ascending.")
+    limit_s: float = Field(
+        default=60.0, gt=0, description="Seconds for answers; captures take a quarter of it at most."
+    )
+    prompt_tokens: float = Field(default=0.0, ge=0, description="Estimated tokens that a conversation asks with.")
+    record: Path = Field(description="File that the figures are written to.")
+    identity: dict[str, Any] = Field(description="What decides the figures; kept with them.")
+
+
 class CaptureRun(SharedRun):
     """Capture hidden states of a tokenized set into the feature store: writes refs.jsonl and manifest.json into `out`."""
 

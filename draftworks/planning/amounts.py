@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import reduce
 
 from draftworks.config.capture import CaptureSpec
@@ -15,7 +16,15 @@ from draftworks.errors import ConfigError
 from draftworks.planning.data_sample import DataSample, sample_data
 from draftworks.planning.estimates import Estimate, Source
 from draftworks.planning.identities import TRAIN
-from draftworks.planning.subject import Found, PlanSubject
+from draftworks.planning.lengths import (
+    LEAST_ANSWER_TOKENS,
+    UNSEEN_ANSWER_TOKENS,
+    AnswerLimits,
+    ConversationSize,
+    measure_rows,
+)
+from draftworks.planning.measured import MeasuredSample
+from draftworks.planning.subject import ALMOST, Found, PlanSubject
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.identity import EngineIdentity, FeatureIdentity, LastHidden, LayerTap
 from draftworks.storage.names import HELDOUT_RESPONSES, RESPONSES, TRAINING_FEATURES, of_eval_set
@@ -29,9 +38,12 @@ _LEFT_OUT = (
     *("other_events", "dropped_for_secrets", "dropped_by_redaction"),
 )
 """Counts of a prepared set's rows that are not used."""
-_DEVIATIONS = 2.0
-_SAME_DATA, _OTHER_DATA = 1.05, 1.5
-"""Factors by which tokens per sample may differ from those of earlier answers."""
+_DEVIATIONS = 3.0
+_SAME_DATA, _ONE_SAMPLE, _OTHER_DATA = 1.05, 2.25, 3.0
+"""Factors by which tokens per sample may differ from those of earlier answers: to the same data, of which few answers say less
+than many (three standard errors of lengths that vary by three quarters of their mean), and to other data."""
+_UNFINISHED = 1.5
+LEAST_TOKENS = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class Amount:
     def find_made_share(self, found: Found) -> float:
         """Return the share of the samples that a result has, 0 to 1; below 1 where the result itself is to be made."""
         share = divide(found.count_samples(self.samples.value), self.samples.value)
-        return 1.0 if found.exact is not None else min(share, math.nextafter(1.0, 0.0))
+        return 1.0 if found.exact is not None else min(share, ALMOST)
 
 
 @dataclass(frozen=True)
@@ -87,41 +99,60 @@ def count_amounts(subject: PlanSubject) -> Mapping[str, Amount]:
 
 def _count_part(subject: PlanSubject, part: _Part) -> Amount:
     found = subject.find_answers(part.asset, part.part, part.settings, part.eval_set)
-    if found.exact is not None:
-        return _count_answered(found)
+    made = found.exact or found.twin
+    if made is not None:
+        return _count_answered(made, found)
     sample = _sample(subject, part.eval_set)
     conversations = _count_conversations(subject, part, sample)
-    generates = part.settings.mode == "regenerate"
+    rejected = subject.target.data.max_rejected_share
+    usable = Estimate(conversations.low * (1.0 - rejected), conversations.value, conversations.high)
+    limits = _find_limits(subject, part)
+    size = None if sample is None else measure_rows(sample.sizes, limits, subject.shape.vocab_size, sample.whole)
+    if found.kept.size is not None:
+        return _scale_kept(usable, found.kept.size, limits, found)
     earlier = _find_similar_answers(subject, part)
+    same = earlier is not None and _is_of_data(subject, part, earlier)
+    measured = None if same or not limits.generated else _find_measured(subject, part)
+    if measured is not None:
+        return _scale_measured(usable, measured, found)
     if earlier is not None:
-        return _scale_earlier(subject, part, conversations, earlier, found)
-    limit = float(subject.target.max_length)
-    if sample is None:
-        per_sample = Estimate(limit / 8, limit / 3, limit)
-        text = f"nothing is known of its length but max_length {subject.target.max_length}"
-        generated = per_sample if generates else Estimate.exactly(0.0)
-        return _make_amount(conversations, per_sample, generated, Source("documented", text), found)
-    answers = _estimate_answers(sample, part.settings, generates)
-    per_sample = (sample.prompt_tokens + answers).cap(limit)
-    generated = answers.cap(limit) if generates else Estimate.exactly(0.0)
-    text = "the first rows of the data set, 3 to 5 characters a token"
-    if sample.guessed and generates:
-        text += ", answers of 50 to 2,000 tokens"
-    if sample.tokenized:
-        return _make_amount(
-            conversations, per_sample, generated, Source("counted", "first rows of the data set"), found
+        return _scale_earlier(subject, part, usable, earlier, size, found)
+    if sample is None or size is None:
+        limit = float(limits.max_length)
+        per_sample = Estimate(min(limit / 8, LEAST_TOKENS), limit / 3, limit)
+        text = f"nothing is known of its length but max_length {limits.max_length}"
+        generated = _guess_answers(limits) if limits.generated else Estimate.exactly(0.0)
+        return Amount(usable, usable.times(per_sample), usable.times(generated), Source("documented", text), found)
+    text = "rows of the data set, 3 to 5.5 characters a token of English"
+    if limits.generated:
+        text += (
+            f", answers of {LEAST_ANSWER_TOKENS:.0f} to {limits.new_tokens:,} tokens as the target has given none yet: "
+            "plan --measure finds out"
         )
-    return _make_amount(conversations, per_sample, generated, Source("documented", text), found)
+    source = Source("counted", "rows of the data set") if sample.tokenized else Source("documented", text)
+    return Amount(
+        samples=usable.multiply(size.samples),
+        tokens=usable.multiply(size.tokens),
+        generated=usable.multiply(size.generated),
+        source=source,
+        found=found,
+    )
 
 
-def _make_amount(samples: Estimate, per_sample: Estimate, generated: Estimate, source: Source, found: Found) -> Amount:
-    return Amount(samples, samples.times(per_sample), samples.times(generated), source, found)
+def _guess_answers(limits: AnswerLimits) -> Estimate:
+    """Return the tokens of an answer of which nothing is known but its limits."""
+    most = float(min(limits.new_tokens, limits.max_length))
+    return Estimate(min(LEAST_ANSWER_TOKENS, most), min(UNSEEN_ANSWER_TOKENS.value, most), most)
 
 
-def _count_answered(found: Found) -> Amount:
+def _find_limits(subject: PlanSubject, part: _Part) -> AnswerLimits:
+    target, settings = subject.target, part.settings
+    generates = settings.mode == "regenerate"
+    return AnswerLimits(generates, settings.max_new_tokens, target.max_length, target.data.only_last_turn)
+
+
+def _count_answered(made: Artifact, found: Found) -> Amount:
     """Return the amount of answers that exist."""
-    made = found.exact
-    assert made is not None
     figures = made.summary
     generated = _count_generated(made)
     return Amount(
@@ -133,23 +164,85 @@ def _count_answered(found: Found) -> Amount:
     )
 
 
+def _scale_kept(conversations: Estimate, size: ConversationSize, limits: AnswerLimits, found: Found) -> Amount:
+    """Return the amount by answers of an unfinished step; those that end first may be shorter than those that follow."""
+
+    def scale(mean: Estimate, most: float) -> Estimate:
+        factor = Estimate(1.0 / _UNFINISHED, 1.0, _UNFINISHED)
+        return conversations.times(mean.multiply(factor).cap(max(mean.value, most)))
+
+    text = f"{size.tokens.value:.0f} tokens a conversation, as in {found.kept.count:,} answers of an unfinished step"
+    turns, most = size.samples.high, float(limits.max_length)
+    return Amount(
+        samples=conversations.multiply(size.samples),
+        tokens=scale(size.tokens, turns * most),
+        generated=scale(size.generated, math.inf),
+        source=Source("measured", text),
+        found=found,
+    )
+
+
+def _find_measured(subject: PlanSubject, part: _Part) -> MeasuredSample | None:
+    """Return the sample that was answered as a part is, or at least as the other part of the same data is."""
+    settings = (part.settings, subject.target.responses, make_greedy_settings(subject.target, "conversations"))
+    found = (subject.find_measured(each, part.eval_set) for each in settings)
+    return next((each for each in found if each is not None), None)
+
+
+def _scale_measured(conversations: Estimate, measured: MeasuredSample, found: Found) -> Amount:
+    size, when = measured.size, datetime.fromtimestamp(measured.made_at, UTC).strftime("%Y-%m-%d")
+    text = (
+        f"{size.tokens.value:.0f} tokens a conversation, by --measure on {when}, {measured.finished} prompts answered"
+    )
+    return Amount(
+        samples=conversations.multiply(size.samples),
+        tokens=conversations.times(size.tokens),
+        generated=conversations.times(size.generated),
+        source=Source("measured", text),
+        found=found,
+    )
+
+
+def _is_of_data(subject: PlanSubject, part: _Part, answers: Artifact) -> bool:
+    """Whether answers are to conversations of a part's data, whichever were chosen of it."""
+    return AnswersIdentity.of(answers).conversations in subject.anywhere.list_data_versions(part.eval_set)
+
+
 def _scale_earlier(
-    subject: PlanSubject, part: _Part, conversations: Estimate, earlier: Artifact, found: Found
+    subject: PlanSubject,
+    part: _Part,
+    conversations: Estimate,
+    earlier: Artifact,
+    size: ConversationSize | None,
+    found: Found,
 ) -> Amount:
-    """Return the amount by the tokens per sample of answers to other conversations of the target."""
+    """Return the amount by the tokens per sample of answers that were given before: to the same data, whichever was chosen of
+    it, or to other data, whose prompts may have other lengths."""
+    limit, generates = float(subject.target.max_length), part.settings.mode == "regenerate"
     samples = max(float(earlier.summary["samples"]), 1.0)
-    related = subject.find_same_data(part.eval_set) is not None
-    factor = _SAME_DATA if related else _OTHER_DATA
-    tokens, generated = earlier.summary["tokens"] / samples, _count_generated(earlier) / samples
-    limit = float(subject.target.max_length)
+    tokens, generated = min(earlier.summary["tokens"] / samples, limit), _count_generated(earlier) / samples
     text = f"{tokens:.0f} tokens a sample, as in {earlier.asset} {earlier.path.name}"
-    per_sample = Estimate.within(min(tokens, limit), factor).cap(limit)
-    return _make_amount(
-        conversations,
-        Estimate(per_sample.low, min(tokens, limit), max(per_sample.high, min(tokens, limit))),
-        Estimate.within(generated, factor) if part.settings.mode == "regenerate" else Estimate.exactly(0.0),
-        Source("measured", text),
-        found,
+    if _is_of_data(subject, part, earlier):
+        factor = _SAME_DATA + _ONE_SAMPLE / math.sqrt(samples)
+        per_sample, answer = Estimate.within(tokens, factor).cap(limit), Estimate.within(generated, factor)
+    else:
+        factor = _OTHER_DATA
+        answer = Estimate.within(generated, factor).cap(max(float(part.settings.max_new_tokens), generated))
+        per_sample = Estimate.within(tokens, factor).cap(limit)
+        if size is not None and generates:
+            per_sample = Estimate(
+                min(per_sample.low, size.tokens.low),
+                min(per_sample.value, limit),
+                max(per_sample.high, size.tokens.high),
+            )
+    spread = Estimate.exactly(1.0) if size is None else size.samples
+    counted = conversations.multiply(Estimate(1.0, 1.0, max(spread.high, 1.0)))
+    return Amount(
+        samples=counted,
+        tokens=counted.times(per_sample),
+        generated=counted.times(answer) if generates else Estimate.exactly(0.0),
+        source=Source("measured", text),
+        found=found,
     )
 
 
@@ -163,7 +256,7 @@ def _find_similar_answers(subject: PlanSubject, part: _Part) -> Artifact | None:
     """Return the newest answers of the same kind and with the same limits: of the same part, or of another one."""
     target = subject.target
     for asset in dict.fromkeys((part.asset, RESPONSES, HELDOUT_RESPONSES)):
-        for each in subject.list_results(asset):
+        for each in subject.anywhere.list_results(asset):
             found = AnswersIdentity.of(each)
             responses = found.responses or {}
             limits = (found.max_length, responses.get("max_new_tokens", part.settings.max_new_tokens))
@@ -221,7 +314,7 @@ def _ask(subject: PlanSubject, part: _Part, prompts: Estimate) -> Estimate:
 def _choose_by_hash(rows: Estimate, share: float) -> Estimate:
     """Return how many of the rows a hash chooses that chooses each with this probability.
 
-    That is binomial: the bounds are two standard deviations, sqrt(n p (1 - p)) each, beyond those of the rows.
+    That is binomial: the bounds are three standard deviations, sqrt(n p (1 - p)) each, beyond those of the rows.
     """
     spread = [_DEVIATIONS * math.sqrt(count * share * (1.0 - share)) for count in (rows.low, rows.high)]
     return Estimate(
@@ -240,15 +333,6 @@ def _find_limit(subject: PlanSubject, eval_set: str) -> int | None:
 def _find_share(subject: PlanSubject, part: str) -> float:
     held_out = subject.target.data.held_out_share
     return {TRAIN: 1.0 - held_out, HELDOUT: held_out}.get(part, 1.0)
-
-
-def _estimate_answers(sample: DataSample, settings: ResponseSpec, generates: bool) -> Estimate:
-    """Return the answer tokens of one row: the data's own, or what the target may say in their place."""
-    if not generates:
-        return sample.answer_tokens
-    limit = settings.max_new_tokens * sample.turns
-    given = sample.answer_tokens.cap(limit)
-    return Estimate(given.low / 2, given.value, limit)
 
 
 def _find_kind(subject: PlanSubject) -> str:

@@ -49,6 +49,10 @@ class Estimate:
             Estimate(self.low * other.low, self.value * other.value, self.high * other.high),
         )
 
+    def multiply(self, other: Estimate) -> Estimate:
+        """Return the product of two estimates whose bounds may be met together, as those that are limits."""
+        return Estimate(self.low * other.low, self.value * other.value, self.high * other.high)
+
     def divide_by(self, rate: Estimate) -> Estimate:
         """Return the quotient, whose lower bound has the higher rate; errors as in `times`. The rate is above 0."""
         spread = _Spread.of(rate)

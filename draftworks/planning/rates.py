@@ -169,6 +169,10 @@ _LEAST_SHARE = 0.2
 """Of the tokens of the largest measurement; the speed of smaller ones is mostly that of their start."""
 _ONE_RUN, _SEVERAL_RUNS, _OTHER_TARGET, _START = 1.25, 1.1, 2.0, 1.5
 """Factors by which a rate may be off: of one run, beyond those of several, of another target, of the seconds of a start."""
+_SAMPLED, _FULL_BATCH = 1.5, 4.0
+"""Factors by which a job may be slower than a sample, and faster where its batches are larger."""
+_SMALL_STEPS_S = 20.0
+"""Of a job beside the loading of its engine: processes, checks."""
 _MOST_OTHERS = 200
 """Other targets that are looked at."""
 
@@ -199,12 +203,29 @@ def find_rate(subject: PlanSubject, program: Program, device: str, ranks: int, s
     measured = list(_measure(subject, program, strategy))
     if measured:
         return _combine(measured, ranks)
+    sampled = _find_sampled(subject, program, ranks)
+    if sampled is not None:
+        return sampled
     on_gpu = subject.uses_gpu(device)
     other = _find_closest(subject, program, strategy, device)
     if other is not None:
         return _scale(program, other, subject.shape, ranks)
     found = find_documented(program, on_gpu)
     return ProgramRate(found.scale_to(program, subject.shape) * ranks, found.start_s, make_source(found))
+
+
+def _find_sampled(subject: PlanSubject, program: Program, ranks: int) -> ProgramRate | None:
+    """Return the rate that `plan --measure` found; None for other programs, or without one."""
+    for each in subject.measured:
+        speed = {"regenerate": each.answers, "capture": each.capture}.get(program)
+        if speed is None:
+            continue
+        rate = speed.tokens_per_s * ranks
+        when = datetime.fromtimestamp(each.made_at, UTC).strftime("%Y-%m-%d")
+        source = Source("measured", f"{when} by plan --measure: {each.asked} prompts")
+        start_s = Estimate(each.start_s / _START, each.start_s, each.start_s * _START + _SMALL_STEPS_S)
+        return ProgramRate(Estimate(rate / _SAMPLED, rate, rate * _FULL_BATCH), start_s, source)
+    return None
 
 
 @dataclass(frozen=True)

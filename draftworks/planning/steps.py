@@ -197,9 +197,7 @@ class StepPlanner:
         plain = self.subject.target.capture.as_plain()
         key = [self._data_key(name), self.subject.taps, plain.to_identity()]
         nbytes = tokens * count_token_bytes(self.subject, plain)
-        return self._plan_step(
-            asset, key, "capture", tokens, float(self.subject.find(asset) is not None), nbytes=nbytes
-        )
+        return self._plan_step(asset, key, "capture", tokens, self.subject.find_made_share(asset), nbytes=nbytes)
 
     def _plan_features(self) -> PlannedStep:
         streamed, amount = self.way == "streamed", self._train

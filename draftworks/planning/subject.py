@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from draftworks.config.data import ResponseSpec
@@ -16,11 +17,13 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.urls import is_url
 from draftworks.data.sources import digest_dataset
-from draftworks.errors import DraftworksError
+from draftworks.errors import DraftworksError, StoreError
 from draftworks.planning.identities import PLANNED, TRAIN, Results, identify_result
+from draftworks.planning.kept_answers import NO_ANSWERS, KeptAnswers, find_kept_answers
+from draftworks.planning.measured import MeasuredSample, identify_sample, list_samples
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import DigestNotCached, RememberedDigests, digest
-from draftworks.storage.names import RESPONSES, TOKENIZED_TRAIN, TRAINING_FEATURES, of_eval_set
+from draftworks.storage.names import HELDOUT_RESPONSES, RESPONSES, TOKENIZED_TRAIN, TRAINING_FEATURES, of_eval_set
 from draftworks.storage.records import AnswersIdentity, FeaturesIdentity
 from draftworks.targets.fitted_defaults import describe_fitted, read_machine
 from draftworks.targets.gguf_store import NotConvertedError
@@ -36,6 +39,8 @@ from draftworks.targets.training_data import (
 
 EVAL_CACHE_KEY = "eval_cache_key"
 """In the identity of features of an eval set: it says which taps there are, and nothing of each."""
+ALMOST = math.nextafter(1.0, 0.0)
+"""The share of a result whose work is all there, while the result itself is to be made."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,31 @@ class Found:
     Attributes:
         exact: the result itself.
         partial: the largest result that differs in the choice of its data alone, so that this one goes on from it.
+        twin: the result itself, made for another target with the same weights: all of its work is there.
+        kept: answers that an unfinished step has made.
     """
 
     exact: Artifact | None = None
     partial: Artifact | None = None
+    twin: Artifact | None = None
+    kept: KeptAnswers = NO_ANSWERS
 
     def count_samples(self, planned: float) -> float:
         """Return how many of the planned samples exist: data is chosen by hash, so a smaller choice is part of a larger."""
-        if self.exact is not None:
+        if self.exact is not None or self.twin is not None:
             return planned
-        return 0.0 if self.partial is None else min(planned, float(self.partial.summary.get("samples", 0)))
+        done = 0.0 if self.partial is None else float(self.partial.summary.get("samples", 0))
+        return min(planned, max(done, float(self.kept.count)))
+
+
+_MOST_OTHERS = 200
+"""Other targets whose results are looked at."""
+
+
+@dataclass(frozen=True)
+class _ResultsKey:
+    asset: str
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,7 @@ class PlanSubject:
     Attributes:
         digests: of files that were read before. What was never read is not read for a plan: nothing was made of it.
         before: only results that were made before this time count, in seconds since the epoch.
+        shared: results that were made for other targets with the same weights count as if they were this target's.
     """
 
     target: TargetSpec
@@ -71,7 +92,8 @@ class PlanSubject:
     artifacts: ArtifactStore
     digests: RememberedDigests
     before: float = math.inf
-    _results: dict[str, list[Artifact]] = field(default_factory=dict, compare=False)
+    shared: bool = False
+    _results: dict[_ResultsKey, list[Artifact]] = field(default_factory=dict, compare=False)
     _found: dict[str, Artifact | None] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -110,10 +132,40 @@ class PlanSubject:
 
     def list_results(self, asset: str) -> list[Artifact]:
         """Return the results of an asset for this target, newest first, as they were at the first call."""
-        if asset not in self._results:
+        key = _ResultsKey(asset, self.shared)
+        if key not in self._results:
             found = self.artifacts.list_all(asset, self.target.name)
-            self._results[asset] = [each for each in found if each.created < self.before]
-        return self._results[asset]
+            if self.shared and self.files is not None:
+                of_these = (None, self.files.digest)
+                others = [each for name in self._twins for each in self.artifacts.list_all(asset, name)]
+                found += [each for each in others if each.identity.get("target") in of_these]
+                found.sort(key=lambda each: -each.created)
+            self._results[key] = [each for each in found if each.created < self.before]
+        return self._results[key]
+
+    @cached_property
+    def anywhere(self) -> PlanSubject:
+        """The same subject, to which results of other targets with the same weights count too: a run makes these again from
+        stored answers and features, which are kept by content."""
+        return replace(self, shared=True, _found={})
+
+    @cached_property
+    def _twins(self) -> list[str]:
+        """Names of other targets for which something was made with the same weights."""
+        found: dict[str, None] = {}
+        for asset in (HELDOUT_RESPONSES, TRAINING_FEATURES):
+            names = sorted(path.name for path in (self.artifacts.root / asset).glob("*/"))
+            for name in islice(names, _MOST_OTHERS):
+                if name != self.target.name and name not in found and self._is_twin(asset, name):
+                    found[name] = None
+        return list(found)
+
+    def _is_twin(self, asset: str, name: str) -> bool:
+        try:
+            made = self.artifacts.find(asset, name)
+        except (StoreError, ValueError):
+            return False  # whose own plan says what is wrong with it
+        return made is not None and self.files is not None and made.identity.get("target") == self.files.digest
 
     def find(self, asset: str) -> Artifact | None:
         """Return the result that a run of the target would find; None if it would make one, or that is not known."""
@@ -147,6 +199,10 @@ class PlanSubject:
         """Return the newest conversations that were prepared from the same files, whichever of them were chosen."""
         return next(self._list_prepared(name, same_choice=False), None)
 
+    def list_data_versions(self, name: str) -> set[str]:
+        """Return the versions of the conversations that were prepared from the files of an eval set as they are."""
+        return {each.data_version for each in self._list_prepared(name, same_choice=False)}
+
     def find_answers(self, asset: str, part: str, settings: ResponseSpec, name: str = HELDOUT) -> Found:
         """Return what exists of the answers of a part of the conversations.
 
@@ -154,7 +210,47 @@ class PlanSubject:
             asset: that holds them; `name` is their eval set, or `heldout` for training data too.
         """
         exact = self.find(asset)
-        return Found(exact, None if exact else _choose_largest(self._list_answers(asset, part, settings, name)))
+        if exact is not None or self.files is None:
+            return Found(exact)
+        shared = self.anywhere
+        partial = _choose_largest(shared._list_answers(asset, part, settings, name))
+        return Found(None, partial, shared.find(asset), shared._find_kept(part, settings, name))
+
+    def _find_kept(self, part: str, settings: ResponseSpec, name: str) -> KeptAnswers:
+        """Return what unfinished steps have kept of the answers to a part of the conversations that a run would find."""
+        prepared = self.find(of_eval_set(name).conversations)
+        if prepared is None or self.files is None or settings.mode != "regenerate":
+            return NO_ANSWERS
+        wanted = make_answers_identity(self.target, self.files, "", part, settings)
+        folder, dtype = self.artifacts.root / "answers" / self.files.digest, self.target.capture.compute_dtype
+        return find_kept_answers(folder, wanted, None if settings.endpoint else dtype, prepared.path / part)
+
+    @cached_property
+    def measured(self) -> list[MeasuredSample]:
+        """What `plan --measure` found out with the target's weights and engine, newest first."""
+        if self.files is None:
+            return []
+        capture = self.target.capture
+        found = list_samples(self.artifacts.root, self.files.digest)
+        same = [each for each in found if each.identity["engine"] == capture.engine]
+        return [
+            each
+            for each in same
+            if each.identity["compute_dtype"] == capture.compute_dtype and each.made_at < self.before
+        ]
+
+    def find_measured(self, settings: ResponseSpec, name: str) -> MeasuredSample | None:
+        """Return the newest sample of the training data that was answered with these settings; None for other data."""
+        if name != HELDOUT or self.files is None or not self.measured:
+            return None
+        wanted = identify_sample(self.target, self.files, self.find_data_version(HELDOUT), settings.to_identity())
+        return next((each for each in self.measured if each.identity == wanted), None)
+
+    def find_made_share(self, asset: str) -> float:
+        """Return 1 for a result that a run would find, just below 1 for one that is there but for another target, else 0."""
+        if self.find(asset) is not None:
+            return 1.0
+        return ALMOST if self.anywhere.find(asset) is not None else 0.0
 
     def find_features(self) -> Found:
         """Return what exists of the stored training features: of the same answers to the same data, whichever was chosen.
@@ -165,12 +261,13 @@ class PlanSubject:
         if files is None or (exact is not None and not exact.summary.get(PLANNED)):
             return Found(exact)
         taps, capture = set(self.taps), self.target.capture.to_identity()
-        answers = self._list_answers(RESPONSES, TRAIN, self.target.responses, HELDOUT)
+        shared = self.anywhere
+        answers = shared._list_answers(RESPONSES, TRAIN, self.target.responses, HELDOUT)
         versions = {each.data_version for each in answers}
-        tokenized = self.list_results(TOKENIZED_TRAIN)
+        tokenized = shared.list_results(TOKENIZED_TRAIN)
         usable = {each.data_version for each in tokenized if each.identity.get("responses") in versions}
         partial: list[Artifact] = []
-        for each in self.list_results(TRAINING_FEATURES):
+        for each in shared.list_results(TRAINING_FEATURES):
             found = FeaturesIdentity.of(each)
             if each.summary.get(PLANNED) or found.target != files.digest or found.capture != capture:
                 continue
@@ -197,7 +294,7 @@ class PlanSubject:
         """Return the answers, newest first, to any choice of the conversations of the same files, with the same settings."""
         if self.files is None:
             return []
-        related = {each.data_version for each in self._list_prepared(name, same_choice=False)}
+        related = self.list_data_versions(name)
         wanted = make_answers_identity(self.target, self.files, "", part, settings)
         found = [(each, AnswersIdentity.of(each)) for each in self.list_results(asset)]
         return [each for each, of in found if of.conversations in related and replace(of, conversations="") == wanted]

@@ -184,15 +184,25 @@ def plan(
     strategy: Annotated[
         list[str] | None, typer.Option("--strategy", help="Only this draft; may be given several times.")
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="First answer 20 sampled prompts with the target's engine, for about a minute."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT_REGISTRY,
 ) -> None:
     """Show what is left to do for a target's drafts: tokens, bytes, hours, money; stored, in fp8, and streamed.
 
-    Computes nothing: figures are those of earlier runs, of other targets, or documented ones. What exists is left out.
+    Without --measure nothing is computed: figures are those of earlier runs, of other targets, or documented ones. What
+    exists is left out.
     """
     try:
         found = Registry(registry)
+        if measure:
+            from draftworks.programs.measuring import measure_target  # pyarrow
+
+            for name in dict.fromkeys(targets):
+                measure_target(name, found)
         subjects = [PlanSubject.of(name, found) for name in dict.fromkeys(targets)]
         plans = [make_plan(each, strategy or ()) for each in subjects]
         actual = _compare(subjects[0], plans[0]) if len(subjects) == 1 else ()

@@ -78,6 +78,7 @@ def run(
     arguments = ["-m", "jobs.run", job]
     arguments += [] if target is None else ["--target", target]
     arguments += [word for path in config or [] for word in ("-c", str(path))]
+    typer.echo(f"{job}{'' if target is None else f' of target {target}'}: starting; the first step follows in seconds")
     raise typer.Exit(run_in_process_group(arguments + ([] if file is None else ["-f", str(file)])))
 
 

@@ -28,6 +28,7 @@ NO_RESULTS = frozenset(
             "decisions",
             "gguf",
             "in_service",
+            "measurements",
             "observed",
             "pins",
             "plans",

@@ -106,10 +106,11 @@ def identify_inputs(spec: TargetSpec, registry: Registry, digests: FileDigests) 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """Sizes of a target's model that its config.json names."""
+    """Sizes of a target's model that its config.json names; `vocab_size` is None where it is not known without more."""
 
     num_layers: int
     hidden_size: int
+    vocab_size: int | None = None
 
 
 def read_shape(spec: TargetSpec, registry: Registry) -> TargetShape:
@@ -128,6 +129,7 @@ def read_shape(spec: TargetSpec, registry: Registry) -> TargetShape:
     return TargetShape(
         num_layers=_require_integer(config, model, "num_hidden_layers"),
         hidden_size=_require_integer(config, model, "hidden_size"),
+        vocab_size=found if isinstance(found := config.get("vocab_size"), int) and found > 0 else None,
     )
 
 

@@ -13,8 +13,9 @@ from planning_toys import PlannedTarget
 from published_toys import ask_assets, publish_results
 
 from draftworks.planning.estimates import Estimate
-from draftworks.planning.plan import Plan
+from draftworks.planning.plan import Plan, make_plan
 from draftworks.planning.steps import PlannedStep
+from draftworks.planning.subject import ALMOST, PlanSubject
 
 GOLDEN = Path(__file__).with_name("golden_plans.json")
 CPU: dict[str, Any] = {"capture": {"device": "cpu", "budget_gb": 1e6}, "responses": {"mode": "regenerate"}}
@@ -134,3 +135,15 @@ def test_a_plan_finds_made_what_the_assets_find_made(tmp_path: Path, case: str):
         if target.plan().chosen_way == "streamed":
             del planned["training_features"]  # a plan of them: what is captured is part of the training
         assert planned == {name: asked[name] for name in planned}, state
+
+
+def test_what_assets_made_for_one_target_is_there_for_another_with_its_weights(tmp_path: Path):
+    target = make_target(tmp_path, CASES["one draft"])
+    target.digest_files()
+    list(publish_results(target.name, target.registry))
+    targets = tmp_path / "registry" / "targets"
+    (targets / "other.yaml").write_text((targets / "one.yaml").read_text())
+    plan = make_plan(PlanSubject.of("other", target.registry))
+    there = {each.asset for each in plan.chosen.steps if each.made_share == ALMOST}
+    assert there == {"responses", "heldout_responses", "heldout_eval_features", "training_features"}
+    assert {name: each.source.kind for name, each in plan.amounts.items()} == {"train": "counted", "heldout": "counted"}

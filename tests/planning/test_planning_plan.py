@@ -114,31 +114,52 @@ def test_data_that_targets_share_counts_once(tmp_path: Path):
     assert apart.nbytes.value == pytest.approx(2 * alone.nbytes.value)
 
 
-def test_tokens_are_estimated_from_the_first_rows(tmp_path: Path):
-    """400 characters of prompt and 1,200 of an answer: 100 and 300 tokens, at 3 to 5 characters a token. Of 800 to 1,000
-    rows nine in ten are chosen by hash, give or take two deviations: 2 x sqrt(72) = 16.97 and 2 x sqrt(90) = 18.97."""
+OF_TEMPLATE = 20
+"""Tokens that a chat template is taken to add to two messages: ten, and five for each."""
+
+
+def test_tokens_are_estimated_from_rows(tmp_path: Path):
+    """400 letters of prompt and 1,200 of an answer: 100 and 300 tokens, at 3 to 5.5 a token. Of 800 to 1,000 rows nine in ten
+    are chosen by hash, give or take three deviations, 3 x sqrt(72) = 25.46 and 3 x sqrt(90) = 28.46; a twentieth may be
+    rejected."""
     target = PlannedTarget(tmp_path, rows=1000, entry={"responses": {"mode": "passthrough"}})
     train = target.plan().amounts["train"]
     assert (train.samples.low, train.samples.value, train.samples.high) == pytest.approx(
-        (703.03, 900, 918.97), abs=0.01
+        (0.95 * 694.54, 900, 928.46), abs=0.01
     )
-    assert train.tokens.value == pytest.approx(900 * 400)
-    assert train.tokens.low <= 900 * 320 < 900 * 400 < train.tokens.high
+    assert train.tokens.value == pytest.approx(900 * (400 + OF_TEMPLATE))
+    assert train.tokens.low <= 900 * 320 < 900 * 420 < train.tokens.high
     assert train.generated == Estimate.exactly(0)
     target.edit(responses={"max_new_tokens": 200}, data={"max_conversations": 100})
     train = target.plan().amounts["train"]
-    assert (train.samples.low, train.samples.value, train.samples.high) == pytest.approx((84, 90, 96))
-    assert train.generated.value == 90 * 200
+    assert (train.samples.low, train.samples.value, train.samples.high) == pytest.approx((0.95 * 81, 90, 99))
+    assert (train.generated.low, train.generated.value, train.generated.high) == pytest.approx(
+        (0.95 * 81 * 2, 90 * 200, 99 * 200)
+    )
 
 
 def test_answers_that_are_not_there_are_guessed_up_to_their_limit(tmp_path: Path):
-    """400 characters of prompt are 100 tokens; where the data has no answer, the target says what the limit allows."""
+    """400 letters of prompt are 100 tokens; where the data has no answer, the target says what the limit allows."""
     target = PlannedTarget(tmp_path, rows=100, entry={"responses": {"max_new_tokens": 96}})
     asked = json.dumps({"messages": [{"role": "user", "content": "x" * 400}]}) + "\n"
     (target.root / "registry" / "data" / "talks.jsonl").write_text(asked * 100)
-    train = target.plan().amounts["train"]
-    assert (train.generated.value, train.tokens.value) == pytest.approx((90 * 96, 90 * 196))
-    assert train.generated.low < 90 * 60
+    plan = target.plan()
+    train = plan.amounts["train"]
+    assert (train.generated.value, train.tokens.value) == pytest.approx((90 * 96, 90 * (196 + OF_TEMPLATE)))
+    assert train.generated.high == pytest.approx(99 * 96)
+    assert "answers of 2 to 96 tokens as the target has given none yet" in train.source.text
+
+
+def test_rows_that_are_longer_than_a_sample_are_cut_one_by_one(tmp_path: Path):
+    """Half of the rows have 20 tokens, the others more than 2,048: the mean of the samples is half of the limit, and no more."""
+    target = PlannedTarget(tmp_path, entry={"responses": {"mode": "passthrough"}})
+    rows = [
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * length}]}
+        for length in (1, 100_000) * 50
+    ]
+    path = target.root / "registry" / "data" / "talks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert target.plan().amounts["train"].tokens.value == pytest.approx(90 * 2048 / 2, rel=0.02)
 
 
 def add_log(target: PlannedTarget, rows: int) -> None:
@@ -157,11 +178,14 @@ def test_prompts_of_a_log_and_of_a_mix_are_counted(tmp_path: Path, monkeypatch):
     target.edit(dataset="served", evals=["served"], responses={"mode": "regenerate", "max_new_tokens": 60})
     amounts = target.plan().amounts
     assert (amounts["train"].samples.value, amounts["served"].samples.value) == (180, 20)
-    assert amounts["train"].tokens.value == pytest.approx(180 * (200 + 2 * 60))
+    asked_twice = 200 + 2 * 60 + 2 * OF_TEMPLATE - 10
+    assert amounts["train"].tokens.value == pytest.approx(180 * asked_twice)
     target.edit(mix={"datasets": ["served"]}, dataset="talks")
     amounts = target.plan().amounts
     assert (amounts["train"].samples.value, amounts["served"].samples.value) == (450, 20)
-    assert amounts["train"].tokens.value == pytest.approx(450 * (0.4 * (200 + 2 * 60) + 0.6 * (100 + 60)), rel=0.01)
+    assert amounts["train"].tokens.value == pytest.approx(
+        450 * (0.4 * asked_twice + 0.6 * (100 + 60 + OF_TEMPLATE)), rel=0.01
+    )
     target.edit(data={"max_conversations": 100})
     assert target.plan().amounts["train"].samples.value == 90
     monkeypatch.setattr("draftworks.planning.data_sample._SERVED_BYTES", (target.root / "log").stat().st_size // 4)
