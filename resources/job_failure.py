@@ -7,10 +7,13 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.programs.failure import RankFailure
+from draftworks.programs.failure import LESS_MEMORY, RankFailure
 from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.job_messages import TAIL_LINES, read_last_lines
 from resources.torch_job import JobStatus, RunDir, TorchJob
+
+_KILLED = {-9, 128 + 9}
+"""Exit codes of a process that SIGKILL ended, and of a shell whose process it ended."""
 
 
 def describe_job_failure(job: TorchJob, files: RunDir, status: JobStatus, metadata: Mapping[str, Any]) -> dg.Failure:
@@ -26,8 +29,10 @@ def describe_job_failure(job: TorchJob, files: RunDir, status: JobStatus, metada
         metadata["scheduler_says"] = status.reason
     ranks = sorted(_read_failures(files), key=lambda failure: failure.time_ns)
     if not ranks:
+        killed = f" {LESS_MEMORY}." if status.exit_code in _KILLED else ""
         description = (
-            f"{job.module} {_describe_ending(status)} and no rank left an error message. The last lines of {files.log}:"
+            f"{job.module} {_describe_ending(status)} and no rank left an error message.{killed} The last lines of "
+            f"{files.log}:"
         )
         return dg.Failure(f"{description}\n{_read_last_words(files)}", metadata)
     first = ranks[0]

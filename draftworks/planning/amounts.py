@@ -105,7 +105,7 @@ def _count_part(subject: PlanSubject, part: _Part) -> Amount:
     per_sample = (sample.prompt_tokens + answers).cap(limit)
     generated = answers.cap(limit) if generates else Estimate.exactly(0.0)
     text = "the first rows of the data set, 3 to 5 characters a token"
-    if sample.served:
+    if sample.guessed and generates:
         text += ", answers of 50 to 2,000 tokens"
     if sample.tokenized:
         return _make_amount(

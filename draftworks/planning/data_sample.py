@@ -17,7 +17,7 @@ SAMPLE_ROWS = 64
 CHARACTERS_PER_TOKEN = Estimate(3.0, 4.0, 5.0)
 """Of text in English and code, by tokenizers with 32,000 to 150,000 tokens."""
 UNSEEN_ANSWER_TOKENS = Estimate(50.0, 250.0, 2000.0)
-"""Of an answer to a logged request, which is not read."""
+"""Of an answer that is not there: to a logged request, or to a row that ends with a question."""
 _UNKNOWN_ROWS_FACTOR = 1.5
 _MAX_JSON_LIST_BYTES = 256_000_000
 """A JSON list is read whole for its first rows."""
@@ -33,10 +33,11 @@ class DataSample:
 
     Attributes:
         rows: of all its files, before any is rejected.
-        prompt_tokens, answer_tokens: of one row, before any cut; an estimate from characters.
+        prompt_tokens, answer_tokens: of one row, before any cut; an estimate from characters, and a guess of answers that
+            are not there.
         turns: of the assistant in one row, on average.
         tokenized: whether the rows have token ids already, which were counted.
-        served: whether rows are logged requests, so that lengths of answers are a guess.
+        guessed: whether answers are not there, so that their lengths are a guess.
     """
 
     rows: Estimate
@@ -44,7 +45,7 @@ class DataSample:
     answer_tokens: Estimate
     turns: float
     tokenized: bool = False
-    served: bool = False
+    guessed: bool = False
 
     def join(self, other: DataSample) -> DataSample:
         """Return the size of both data sets together, by row as the mean of all rows."""
@@ -56,7 +57,7 @@ class DataSample:
             self.answer_tokens * share + other.answer_tokens * (1 - share),
             self.turns * share + other.turns * (1 - share),
             self.tokenized and other.tokenized,
-            self.served or other.served,
+            self.guessed or other.guessed,
         )
 
 
@@ -79,7 +80,7 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
     if files[0].suffix.lower() == ".json" and files[0].stat().st_size > _MAX_JSON_LIST_BYTES:
         return None
     values = [row.value for row in islice(read_rows(files[0]), SAMPLE_ROWS) if isinstance(row, RawRow)]
-    prompts = answers = turns = read = 0
+    prompts = answers = unseen = turns = read = 0
     tokenized = False
     for value in values:
         try:
@@ -90,6 +91,7 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
                 talk = parse_conversation(value)
                 answers += sum(len(turn.content) for turn in talk.turns if turn.role == "assistant")
                 turns += sum(turn.role == "assistant" for turn in talk.turns)
+                unseen += talk.awaits_answer
                 prompts += sum(len(turn.content) for turn in talk.turns if turn.role != "assistant")
         except (RowError, RecursionError):
             continue
@@ -100,7 +102,8 @@ def sample_data(dataset: DatasetSpec, root: Path) -> DataSample | None:
     if tokenized:
         return DataSample(rows, Estimate.exactly(0.0), Estimate.within(answers / read, 1.2), 1.0, tokenized=True)
     of_row = [Estimate.exactly(count / read).divide_by(CHARACTERS_PER_TOKEN) for count in (prompts, answers)]
-    return DataSample(rows, of_row[0], of_row[1], max(turns / read, 1.0))
+    answered = of_row[1] + UNSEEN_ANSWER_TOKENS * (unseen / read)
+    return DataSample(rows, of_row[0], answered, max(turns / read, 1.0), guessed=unseen > 0)
 
 
 def _sample_served(dataset: DatasetSpec, root: Path) -> DataSample | None:
@@ -115,7 +118,7 @@ def _sample_served(dataset: DatasetSpec, root: Path) -> DataSample | None:
         rows = Estimate.within(found.prompts * max(size / found.nbytes, 1.0), _UNKNOWN_ROWS_FACTOR)
     asked = Estimate.exactly(found.characters / found.prompts).divide_by(CHARACTERS_PER_TOKEN)
     turns = found.answers / found.prompts
-    return DataSample(rows, asked, UNSEEN_ANSWER_TOKENS * turns, turns, served=True)
+    return DataSample(rows, asked, UNSEEN_ANSWER_TOKENS * turns, turns, guessed=True)
 
 
 def _count_rows(files: list[Path], first: list[Any]) -> Estimate:

@@ -17,6 +17,7 @@ from typing import Any
 from draftworks.errors import DraftworksError
 from draftworks.storage.files import read_json
 
+LESS_MEMORY = "If memory ran out, docs/real-model.md says which keys need less of it"
 _NS = 1_000_000_000
 _MOST_BYTES = 16 << 20
 
@@ -40,8 +41,11 @@ class RankFailure:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> RankFailure:
         user_error, interrupted = isinstance(error, DraftworksError), isinstance(error, KeyboardInterrupt)
+        message = str(error) if user_error or interrupted else f"{type(error).__name__}: {error}"
+        if _is_of_memory(error):
+            message = f"{message.rstrip('. ')}. {LESS_MEMORY}"
         return cls(
-            message=str(error) if user_error or interrupted else f"{type(error).__name__}: {error}",
+            message=message,
             traceback="".join(traceback.format_exception(error)),
             time_ns=time.time_ns(),
             rank=rank,
@@ -85,3 +89,8 @@ def leave_error_file(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         Path(path).write_text(json.dumps(RankFailure.of(error, int(os.environ.get("RANK", "0"))).to_json()))
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """Whether memory of the host or of a GPU ran out; torch's allocator of the host has no class for it."""
+    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in str(error)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from draftworks.programs.cli import app
 
 DRAFTWORKS = typer.main.get_command(app)
-PLACEHOLDERS = {"NAME", "tiny"}
+PLACEHOLDERS = {"NAME", "tiny", "short"}
 """Targets that the documents speak of."""
 LOOKING = {"check", "keys", "leaderboard", "summary"}
 """Commands of `draftworks` that compute nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,16 @@ def test_tokens_are_estimated_from_the_first_rows(tmp_path: Path):
     train = target.plan().amounts["train"]
     assert (train.samples.low, train.samples.value, train.samples.high) == pytest.approx((84, 90, 96))
     assert train.generated.value == 90 * 200
+
+
+def test_answers_that_are_not_there_are_guessed_up_to_their_limit(tmp_path: Path):
+    """400 characters of prompt are 100 tokens; where the data has no answer, the target says what the limit allows."""
+    target = PlannedTarget(tmp_path, rows=100, entry={"responses": {"max_new_tokens": 96}})
+    asked = json.dumps({"messages": [{"role": "user", "content": "x" * 400}]}) + "\n"
+    (target.root / "registry" / "data" / "talks.jsonl").write_text(asked * 100)
+    train = target.plan().amounts["train"]
+    assert (train.generated.value, train.tokens.value) == pytest.approx((90 * 96, 90 * 196))
+    assert train.generated.low < 90 * 60
 
 
 def add_log(target: PlannedTarget, rows: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
 from frame_program import FrameRun
 from processes import ending, kill_all, wait_until_ended
@@ -21,7 +22,7 @@ from waiting import wait_until
 
 from draftworks.config.run_files import COPY_VARIABLE, CaptureRun, ExportRun, TargetFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.programs.failure import RankFailure
+from draftworks.programs.failure import LESS_MEMORY, RankFailure
 from draftworks.programs.program import ProgramContext, _run
 
 PYTHON = (sys.executable, "-m")
@@ -195,6 +196,13 @@ def test_forced_progress_is_never_left_out(capsys: pytest.CaptureFixture[str]) -
         context.report_progress({"step": 3}, force=True)
     main.report_progress({"step": 4})
     assert capsys.readouterr().out == "step=1\nheldout=2\nstep=3\n"
+
+
+def test_memory_that_ran_out_says_what_needs_less():
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        torch.empty(1 << 60)
+    assert RankFailure.of(caught.value, rank=0).message.endswith(LESS_MEMORY)
+    assert LESS_MEMORY not in RankFailure.of(ValueError("x"), rank=0).message
 
 
 def test_error_file_keeps_what_was_written_and_reads_torchelastics_own(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from processes import wait_until_ended
 from waiting import find_now, meanwhile, wait_until
 
 from draftworks.errors import ConfigError
+from draftworks.programs.failure import LESS_MEMORY
 from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.local_launcher import LocalLauncher
 from resources.torch_job import RunDir, TorchJob
@@ -153,6 +154,7 @@ def test_retry_has_its_own_folder_and_a_silent_death_shows_the_log(tmp_path: Pat
     assert "no rank left an error message" in description
     assert "rank 0 speaks" in description
     assert "launcher_worker was ended by signal 9 and no rank" in description
+    assert LESS_MEMORY in description
     assert "-retry1" in description
     assert "-retry0" not in description
     assert "-retry0" in first.step_retry_data.error.cause.message

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-
 import dagster as dg
 import pytest
-from coverings import gate_or_long
 
 from draftworks.storage.artifacts import ArtifactStore
 
@@ -38,25 +35,10 @@ def test_in_another_kind_of_store_features_are_captured_anew_and_all_else_is_a_h
     assert set(captured(site.run("prepare")).values()) == {"hit"}
 
 
-def as_kept_by_name(site, target: str) -> None:
-    """Move features and answers to where earlier versions stored them."""
-    (features,) = (site.var / "feature_store").iterdir()
-    features.rename(features.with_name(target))
-    (answers,) = (site.var / "answers").iterdir()
-    for number, path in enumerate(sorted(answers.glob("*.jsonl"))):
-        part = site.var / "answers" / target / f"part{number}"
-        part.mkdir(parents=True)
-        path.rename(part / path.name)
-    shutil.rmtree(answers)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", gate_or_long(["by weights", "by name"], ["by name"]))
-def test_a_copy_of_a_target_under_another_name_is_neither_asked_nor_captured_again(finished_site, tmp_path, layout):
+def test_a_copy_of_a_target_under_another_name_is_neither_asked_nor_captured_again(finished_site, tmp_path):
     site = finished_site.copy(tmp_path)
     site.target_file.with_name("twin.yaml").write_text(site.target_file.read_text())
-    if layout == "by name":
-        as_kept_by_name(site, "small")
     assert site.run("prepare", partition="twin").success
     of_twin = {name: ArtifactStore(site.var).load_current(name, "twin").summary for name in [*ANSWERS, *FEATURES]}
     assert [of_twin[name]["generated_tokens"] for name in ANSWERS] == [0, 0]

