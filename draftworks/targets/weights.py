@@ -318,7 +318,7 @@ def _format_discrepancies(target: TargetFiles, found: Discrepancies, config: Pre
         "not to be assembled": reasons,
     }
     first, *others = [(len(of), kind, of) for kind, of in kinds.items() if of]
-    told = f"{first[0]} tensors are {first[1]}: {list_names(first[2], 1)}"
+    told = f"{first[0]} tensors are {first[1]}: {next(iter(first[2]))}"
     more = "".join(f"; {count} are {kind}" for count, kind, _ in others)
     return (
         f"target {target.name}: the weights in {target.model} do not belong to its config.json: {told}{more}. "
@@ -335,8 +335,8 @@ def _advise(found: Discrepancies, layers: int) -> str:
         return "It is an adapter: give the model it is merged into"
     there = {int(m[1]) for m in map(_LAYER.search, (*found.unexpected, *found.missing)) if m}
     if there and min(there) >= layers and not found.missing:
-        return f"config.json says num_hidden_layers {layers}, the files have {max(there) + 1}: give theirs"
-    return "Give config.json and weights of one origin"
+        return f"config.json says num_hidden_layers {layers}, the files have {max(there) + 1}"
+    return "Take both of one origin"
 
 
 def _make_verdict_key(target: TargetFiles, backend: str) -> str:

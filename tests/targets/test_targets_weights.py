@@ -67,14 +67,14 @@ def test_any_tensor_that_is_taken_away_or_renamed_is_missed_by_name(name: str, f
 
 def test_names_of_a_compiled_model_are_told_with_what_to_do(copied):
     rewrite(copied, lambda tensors: {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()})
-    with pytest.raises(StoreError, match=r"75 tensors are missing: .* and 74 more; 74 are unexpected.*"
+    with pytest.raises(StoreError, match=r"75 tensors are missing: lm_head\.weight; 74 are unexpected.*"
                        r"All names begin with `_orig_mod\.`.*save the model inside"):  # fmt: skip
         check_target_weights(copied)
 
 
 def test_a_config_of_fewer_layers_is_told_by_both_numbers(copied):
     set_config(copied, num_hidden_layers=6)
-    with pytest.raises(StoreError, match=r"18 tensors are unexpected: model\.layers\.6\.input_layernorm\.weight and 17 more.*"
+    with pytest.raises(StoreError, match=r"18 tensors are unexpected: model\.layers\.6\.input_layernorm\.weight\. "
                        r"config.json says num_hidden_layers 6, the files have 8"):  # fmt: skip
         check_target_weights(copied)
 
