@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import EnvironmentName, Spec
 from draftworks.config.decoding import Decoding
-from draftworks.config.urls import parse_urls
+from draftworks.config.urls import parse_urls, require_api_root
 from draftworks.storage.names import require_name
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -107,7 +107,7 @@ class EndpointSpec(Spec):
     @field_validator("base_urls")
     @classmethod
     def _check_urls(cls, value: list[str]) -> list[str]:
-        return parse_urls(value)
+        return [require_api_root(url) for url in parse_urls(value)]
 
     @model_validator(mode="after")
     def _check_token_ids(self) -> EndpointSpec:

@@ -235,7 +235,9 @@ class TargetSpec(Spec):
 
     name: str
     description: str = Field(default="", description="Free text, shown to users only.")
-    model: str = Field(description="A directory or a GGUF file, relative to the registry, or a Hugging Face hub id.")
+    model: str = Field(
+        min_length=1, description="A directory or a GGUF file, relative to the registry, or a Hugging Face hub id."
+    )
     revision: str | None = Field(
         default=None, description="Commit (40 hex digits) of the hub id; not for a directory or file."
     )

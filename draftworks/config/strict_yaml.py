@@ -54,15 +54,34 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     }
 
 
+_SURPRISING = re.compile(r"[-+]?(?:0[0-9_]+|[0-9_]+(?::[0-9]+)+(?:\.[0-9_]*)?)")
+"""Numbers that YAML 1.1 reads in base 8 or 60, and people in base 10."""
+
+
+def _refuse_surprise(node: yaml.ScalarNode, value: float) -> None:
+    if _SURPRISING.fullmatch(node.value):
+        raise _Refused(
+            f"{node.value} is {value} in YAML: write that, or {node.value!r} in quotes", node.start_mark.line
+        )
+
+
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    value = loader.construct_yaml_float(node)
+    _refuse_surprise(node, value)
+    return float(value)
+
+
 def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     digits = len(node.value)
     value = loader.construct_yaml_int(node) if digits <= 100 else MAX_INTEGER + 1
     if abs(value) > MAX_INTEGER:
         raise _Refused(f"an integer of {digits:,} digits: expected at most {MAX_INTEGER}", node.start_mark.line)
+    _refuse_surprise(node, value)
     return value
 
 
 _Loader.add_constructor(f"{_CORE}int", _construct_integer)
+_Loader.add_constructor(f"{_CORE}float", _construct_float)
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:

@@ -55,6 +55,20 @@ def require_root(url: str) -> str:
     return url
 
 
+_CALLS = ("/chat/completions", "/completions", "/responses", "/embeddings", "/models")
+"""Ends of the addresses of what is called below an API's base address."""
+
+
+def require_api_root(url: str) -> str:
+    """Return the base address of an OpenAI-compatible API. Raises ValueError for that of a server or of one of its calls."""
+    root = next((url.removesuffix(call) for call in _CALLS if url.endswith(call)), url)
+    if not urlsplit(root).path:
+        root = f"{root}/v1"
+    if root != url:
+        raise ValueError(f"expected the address below which /chat/completions is; did you mean {root}?")
+    return url
+
+
 def require_private(url: str) -> str:
     """Return an address that others on the way cannot read along; the error does not repeat it."""
     if urlsplit(url).scheme != "https" and not is_loopback(url):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from draftworks.data.conversations import ANSWER, REASONING_KEYS, Conversation, Scalar, Turn
 from draftworks.data.tokenized import TokenRow
 from draftworks.storage.identity import digest
+from draftworks.storage.words import list_fitting, rate
 
 Format = Literal["sharegpt", "openai", "tokens"]
 
@@ -35,6 +36,9 @@ _KEY_OF: dict[Format, str] = {name: key for key, name in FORMAT_KEYS.items()}
 TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
 """Keys of rows and messages that say which tools there are, or that one is called."""
 
+SYSTEM_NAMES = ("system_prompt", "system_message", "system_instruction", "instructions", "custom_instruction")
+"""Keys under which other data keeps a system prompt. They are not read, and however short, they are no slice alone."""
+
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 TRAINED_KEYS = ("weight", "train", "training", "loss")
 """Keys of messages that say whether the turn is learnt: of OpenAI, of axolotl, and of ms-swift."""
@@ -44,6 +48,8 @@ MESSAGE_KEYS = {"from", "value", "role", "content", *REASONING_KEYS, *TRAINED_KE
 LONGEST_COLUMN = 256
 """Characters; a longer field is text rather than a slice for evaluation, and is dropped."""
 LARGEST_ID = 2**31 - 1
+_SAME = 0.9
+"""Similarity from which on a key is taken for a misspelt one: `conversation`, not `message_id`."""
 
 
 class RowError(ValueError):
@@ -62,8 +68,13 @@ def detect_format(row: Any) -> Format:
     if len(found) > 1:
         raise RowError(f"keys of several formats in one row: {', '.join(_KEY_OF[name] for name in found)}")
     if not found:
+        empty = next((key for key in FORMAT_KEYS if key in row), None)
+        if empty is not None:
+            raise RowError(f"{empty}: expected a list, found nothing")
+        close = [f"; did you mean {name}?" for key in row for name in FORMAT_KEYS if rate(str(key), name) > _SAME]
         raise RowError(
-            f"expected one of the keys {', '.join(FORMAT_KEYS)}, found {', '.join(map(str, row))[:80] or 'none'}"
+            f"expected one of the keys {', '.join(FORMAT_KEYS)}, found {list_fitting(map(str, row), 60)}"
+            + "".join(close[:1])
         )
     return found[0]
 
@@ -123,7 +134,7 @@ def find_unread_keys(row: Any) -> set[str]:
     known = {
         *FORMAT_KEYS,
         "system",
-        *read_columns(row),
+        *(set(read_columns(row)) - set(SYSTEM_NAMES)),
         *(("loss_mask", "attention_mask") if "input_ids" in row else ()),
     }
     messages = [message for key in ("conversations", "messages") for message in _listed(row.get(key))]
@@ -131,6 +142,11 @@ def find_unread_keys(row: Any) -> set[str]:
     return {str(key) for key, value in row.items() if key not in known and _says(value)} | {
         f"{key} of a turn" for key in said
     }
+
+
+def find_system_names(keys: Iterable[str]) -> list[str]:
+    """Return those of the keys under which other data keeps a system prompt."""
+    return [key for key in keys if key in SYSTEM_NAMES]
 
 
 def _listed(messages: Any) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import DataError
 from draftworks.storage.files import read_bytes, read_json
+from draftworks.storage.words import shorten
 
 _TYPES = ("llama", "qwen3")
 """Model types whose class in transformers takes these values as the file has them."""
@@ -89,6 +90,8 @@ def _says_all(found: Mapping[str, Any]) -> bool:
 
 
 _MOST_TEMPLATE_BYTES = 4 << 20
+_MOST_SAID = 100
+"""Characters of what a tokenizer or template said."""
 
 
 def load_tokenizer(target: TargetFiles) -> Any:
@@ -175,7 +178,7 @@ def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
-    return lines[-1].strip() if lines[0].endswith(":") else lines[0]
+    return shorten(lines[-1] if lines[0].endswith(":") else lines[0], _MOST_SAID)
 
 
 class CpuTimeExceeded(BaseException):

@@ -89,7 +89,7 @@ def _locate_cached(
     sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
     evals = {name: registry.load_eval_set(name).model_dump(mode="json") for name in target.evals}
     inputs = [
-        target.model_dump(mode="json", exclude={"launcher"}),
+        target.model_dump_json(exclude={"launcher"}),  # as text: a limit may be infinite
         files.model_dump(mode="json"),
         sets,
         evals,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
+from draftworks.data.formats import find_system_names
 from draftworks.preflight.data_checks import check_counts, check_mix, check_prompts, check_slices, check_stream_bytes
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.sample_rows import (
@@ -18,9 +18,10 @@ from draftworks.preflight.sample_rows import (
     check_lengths,
     list_uses,
     read_sample,
+    shorten_reason,
     tokenize_sample,
 )
-from draftworks.storage.words import format_count, list_fitting, shorten
+from draftworks.storage.words import format_count, list_fitting
 from draftworks.targets.registry import Registry
 
 
@@ -77,19 +78,22 @@ def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findin
             findings.error(f"{where}: its files hold no row")
     elif not sample.items:
         findings.error(
-            f"{where}: none of its first {sample.rows} rows can be used: {_shorten_reason(sample.reasons[0], 110)}"
+            f"{where}: none of its first {sample.rows} rows can be used: {shorten_reason(sample.reasons[0], 110)}"
         )
     elif len(sample.reasons) > target.data.max_rejected_share * sample.rows:
         report = findings.error if sample.whole else findings.warning
         rows = f"its {sample.rows}" if sample.whole else f"its first {sample.rows}"
         report(
             f"{where}: {len(sample.reasons)} of {rows} rows cannot be used (allowed: "
-            f"{target.data.max_rejected_share:.0%}, data.max_rejected_share): {_shorten_reason(sample.reasons[0], 80)}"
+            f"{target.data.max_rejected_share:.0%}, data.max_rejected_share): {shorten_reason(sample.reasons[0], 80)}"
         )
         _check_ids(where, 0 if sample.whole else sample.outside, sample.rows, target, findings)
     if sample.unread:
-        keys = ", ".join(f"{key} ({format_count(rows, 'row')})" for key, rows in sorted(sample.unread.items()))
-        findings.note(f"{where}: of its first {sample.rows} rows these keys are not read: {keys}")
+        keys = list_fitting(f"{key} ({format_count(rows, 'row')})" for key, rows in sorted(sample.unread.items()))
+        asked = find_system_names(sample.unread)
+        report = findings.warning if asked else findings.note
+        hint = f". A system prompt is read under the name system: rename {asked[0]}" if asked else ""
+        report(f"{where}: of its first {sample.rows} rows these keys are not read: {keys}{hint}")
 
 
 def _check_ids(where: str, outside: int, rows: int, target: TargetSpec, findings: Findings) -> None:
@@ -99,12 +103,6 @@ def _check_ids(where: str, outside: int, rows: int, target: TargetSpec, findings
             f"{where}: {outside} of its first {rows} rows have token ids beyond the model's vocabulary: they are of another "
             f"model's tokenizer, and the run stops if more than {target.data.max_rejected_share:.0%} are"
         )
-
-
-def _shorten_reason(reason: str, most: int) -> str:
-    """Return why a row cannot be used, of the file its name alone."""
-    place, colon, said = reason.partition(": ")
-    return shorten(f"{Path(place).name}{colon}{said}", most)
 
 
 def _check_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findings: Findings) -> None:

@@ -25,6 +25,7 @@ from draftworks.data.tokenized import TokenRow
 from draftworks.data.tokenizing import encode_own_answers
 from draftworks.errors import DataError
 from draftworks.preflight.findings import Findings
+from draftworks.storage.words import shorten
 from draftworks.targets.registry import Registry
 
 SAMPLE_ROWS = 64
@@ -334,6 +335,12 @@ def _explain_loss(row: RowTokens, asked: bool, max_length: int) -> str | None:
     return None
 
 
+def shorten_reason(reason: str, most: int) -> str:
+    """Return why a row cannot be used, of the file its name alone."""
+    place, colon, said = reason.partition(": ")
+    return shorten(f"{Path(place).name}{colon}{said}", most)
+
+
 def _check_rejected(where: str, use: DataUse, target: TargetSpec, findings: Findings) -> Sequence[RowTokens]:
     """Check the share of rows that give no sample, as the run does; return the others."""
     losses = {row.id: _explain_loss(row, use.asked, target.max_length) for row in use.rows}
@@ -353,7 +360,7 @@ def _check_rejected(where: str, use: DataUse, target: TargetSpec, findings: Find
         report = findings.error if use.whole and len(reasons) > limit * total else findings.warning
         report(
             f"{where}: {len(reasons):,} of {use.what} give no sample ({len(reasons) / total:.1%}; allowed: {limit:.1%}, "
-            f"data.max_rejected_share): {reasons[0]}"
+            f"data.max_rejected_share): {shorten_reason(reasons[0], 80)}"
         )
     return usable
 

@@ -235,6 +235,10 @@ def _read_model_config(model: str, revision: str | None, where: str) -> dict[str
         path = found
     try:
         config = read_json(path)
+    except FileNotFoundError:
+        adapter = (Path(model) / "adapter_config.json").exists()
+        advice = "it is an adapter: merge it into its model" if adapter else "expected a Hugging Face model"
+        raise ConfigError(f"{path}: no such file; {advice}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: expected the config.json of a Hugging Face model: {error}") from error
     if not isinstance(config, dict):

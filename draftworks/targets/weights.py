@@ -17,7 +17,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.files import cache_json, read_json
 from draftworks.storage.identity import digest, read_version
-from draftworks.storage.words import list_names
+from draftworks.storage.words import list_names, shorten
 from draftworks.targets.safetensors_headers import (
     INDEX,
     WEIGHTS,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 CHECK_REVISION = 2
 """Increased with each change that can alter a verdict; cached verdicts of other revisions are ignored."""
 _SHOWN = 3
+_MOST = 100
+"""Characters of what others' code said."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
 _MASK = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:masked_)?bias$")
@@ -125,7 +127,7 @@ def require_loaded(target: TargetFiles, model: PreTrainedModel, loading: Mapping
     mismatched = {name: (tuple(found), tuple(expected)) for name, found, expected in loading["mismatched_keys"]}
     found = _make_discrepancies(missing, set(loading["unexpected_keys"]), mismatched, {}, model.config)
     if found:
-        raise StoreError(_format_discrepancies(target, type(model).__name__, found, model.config))
+        raise StoreError(_format_discrepancies(target, found, model.config))
 
 
 def _check(target: TargetFiles, backend: str) -> WeightsCheck:
@@ -145,7 +147,7 @@ def _check(target: TargetFiles, backend: str) -> WeightsCheck:
         model = _build_empty_model(target, config)
         found = _compare(model, plain.tensors, plain.unshaped)
     if found:
-        raise StoreError(_format_discrepancies(target, type(model).__name__, found, model.config))
+        raise StoreError(_format_discrepancies(target, found, model.config))
     return WeightsCheck(type(model).__name__, len(headers.tensors), plain.note)
 
 
@@ -196,7 +198,7 @@ def _describe_refusal(error: Exception) -> str:
     """Return in one line why a configuration class refuses values; checks of several fields name the reason last."""
     lines = str(error).split("\n")
     said = " ".join(lines[-1].split())
-    return said if len(lines) > 1 and said else f"{type(error).__name__}: {said}"
+    return shorten(said if len(lines) > 1 and said else f"{type(error).__name__}: {said}", _MOST)
 
 
 def _require_config_file(target: TargetFiles) -> Path:
@@ -223,7 +225,8 @@ def _build_empty_model(target: TargetFiles, config: PreTrainedConfig) -> PreTrai
             return loader.from_config(config, trust_remote_code=False)
     except Exception as error:  # a model may raise any error for an inconsistent configuration
         raise ConfigError(
-            f"target {target.name}: no model can be built from {target.model}/config.json: {type(error).__name__}: {error}"
+            f"target {target.name}: no model can be built from {target.model}/config.json: "
+            + shorten(f"{type(error).__name__}: {error}", _MOST)
         ) from error
 
 
@@ -303,38 +306,37 @@ def _make_discrepancies(
     return Discrepancies(tuple(sorted(missing)), tuple(sorted(strangers)), dict(sorted(mismatched.items())), broken)
 
 
-def _format_discrepancies(target: TargetFiles, model_class: str, found: Discrepancies, config: PreTrainedConfig) -> str:
+def _format_discrepancies(target: TargetFiles, found: Discrepancies, config: PreTrainedConfig) -> str:
+    """Return one line: how many tensors differ in each way, the first of them by name, and what to do."""
     layers = config.get_text_config().num_hidden_layers
-    lines = [
-        f"target {target.name}: the weights in {target.model} do not belong to its config.json ({model_class}, {layers} layers)"
-    ]
-    if found.missing:
-        lines.append(f"{len(found.missing)} tensors are missing: {list_names(found.missing, _SHOWN)}")
-    if found.unexpected:
-        lines.append(f"{len(found.unexpected)} tensors are unexpected: {list_names(found.unexpected, _SHOWN)}")
-    if found.mismatched:
-        shapes = [f"{name} is {list(a)}, expected {list(b)}" for name, (a, b) in found.mismatched.items()]
-        lines.append(f"{len(found.mismatched)} tensors have another shape: {list_names(shapes, _SHOWN)}")
-    if found.broken:
-        reasons = [f"{name} ({reason})" for name, reason in found.broken.items()]
-        lines.append(f"{len(found.broken)} tensors cannot be assembled: {list_names(reasons, _SHOWN)}")
-    return "; ".join(lines) + f". {_advise(found, layers)}"
+    shapes = [f"{name} is {list(a)}, expected {list(b)}" for name, (a, b) in found.mismatched.items()]
+    reasons = [f"{name} ({reason})" for name, reason in found.broken.items()]
+    kinds = {
+        "missing": found.missing,
+        "unexpected": found.unexpected,
+        "of another shape": shapes,
+        "not to be assembled": reasons,
+    }
+    first, *others = [(len(of), kind, of) for kind, of in kinds.items() if of]
+    told = f"{first[0]} tensors are {first[1]}: {next(iter(first[2]))}"
+    more = "".join(f"; {count} are {kind}" for count, kind, _ in others)
+    return (
+        f"target {target.name}: the weights in {target.model} do not belong to its config.json: {told}{more}. "
+        f"{_advise(found, layers)}"
+    )
 
 
 def _advise(found: Discrepancies, layers: int) -> str:
     """Return advice for the user, derived from the names that differ."""
     wrapped = [name.split(".")[0] for name in found.unexpected if name.partition(".")[2] in found.missing]
     if wrapped and len(wrapped) == len(found.unexpected) and len(set(wrapped)) == 1:
-        return (
-            f"All names begin with `{wrapped[0]}.`, those of a wrapper around the model: save the model inside it with "
-            "save_pretrained"
-        )
+        return f"All names begin with `{wrapped[0]}.`: save the model inside that wrapper"
     if any(".lora_" in name for name in found.unexpected):
-        return "These are the weights of an adapter: merge it into its model, and give the merged model"
+        return "It is an adapter: give the model it is merged into"
     there = {int(m[1]) for m in map(_LAYER.search, (*found.unexpected, *found.missing)) if m}
     if there and min(there) >= layers and not found.missing:
-        return f"config.json says num_hidden_layers {layers}, the files have {max(there) + 1}: give the config.json of these weights"
-    return "Missing weights would be random: copy or download the model again, config.json and weights of one origin"
+        return f"config.json says num_hidden_layers {layers}, the files have {max(there) + 1}"
+    return "Take both of one origin"
 
 
 def _make_verdict_key(target: TargetFiles, backend: str) -> str:

@@ -174,3 +174,15 @@ def test_any_text_is_a_mapping_or_one_line(tmp_path_factory: pytest.TempPathFact
     assert "\n" not in said
     assert str(path) not in said
     assert said != "no mapping"
+
+
+@pytest.mark.parametrize(("written", "read"), [("0200", "128"), ("2:08", "128"), ("1:30.5", "90.5")])
+def test_a_number_that_yaml_reads_in_another_base_is_refused_with_what_it_is(written: str, read: str, tmp_path: Path):
+    path = tmp_path / "t.yaml"
+    path.write_text(f"max_length: {written}\n")
+    with pytest.raises(
+        ConfigError, match=rf"line 1: {written} is {read} in YAML: write that, or '{written}' in quotes"
+    ):
+        read_mapping(path)
+    path.write_text(f"max_length: '{written}'\nothers: [0, 0.5, 0x10, 1_000, 10]\n")
+    assert read_mapping(path) == {"max_length": written, "others": [0, 0.5, 16, 1000, 10]}

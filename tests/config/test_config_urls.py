@@ -84,3 +84,12 @@ def test_one_address_or_several_are_the_servers_that_are_running():
     assert several.server.external == ("http://a:1", "http://b:1")
     assert CaptureSpec().server.external == ()
     assert several.to_identity() == CaptureSpec().to_identity()
+
+
+@pytest.mark.parametrize(
+    "given", ["http://a:1", "http://a:1/", "http://a:1/v1/chat/completions", "http://a:1/v1/models"]
+)
+def test_the_address_of_a_server_or_of_a_call_is_no_base_address_of_an_api(given: str):
+    with pytest.raises(ValueError, match=r"did you mean http://a:1/v1\?"):
+        ResponseSpec(endpoint={"server": "vllm", "base_urls": [given]})
+    assert ResponseSpec(endpoint={"server": "vllm", "base_urls": ["http://a:1/openai/v1beta"]}).endpoint is not None

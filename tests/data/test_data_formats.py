@@ -264,3 +264,18 @@ def test_keys_that_are_not_read_are_named():
     assert find_unread_keys(row) == {"long", "list", "name of a turn"}
     assert find_unread_keys({"input_ids": [1], "loss_mask": [1], "attention_mask": [1], "labels": [1]}) == {"labels"}
     assert find_unread_keys([1]) == find_unread_keys({"messages": "a"}) - {"messages"} == set()
+
+
+def test_a_system_prompt_under_a_name_that_is_not_read_is_named_however_short_it_is():
+    row = {"messages": [ASKED, {"role": "assistant", "content": "x"}], "system_prompt": "Be a pirate.", "topic": "sea"}
+    assert find_unread_keys(row) == {"system_prompt"}
+    assert find_unread_keys({**row, "system_prompt": None}) == set()
+
+
+def test_keys_of_no_format_are_told_with_the_one_that_is_meant():
+    with pytest.raises(RowError, match=r"found conversation, model; did you mean conversations\?"):
+        parse_conversation({"conversation": [ASKED], "model": "x"})
+    with pytest.raises(RowError, match=r"^messages: expected a list, found nothing$"):
+        parse_conversation({"messages": None, "id": 1})
+    with pytest.raises(RowError, match=r"found message_id, text$"):
+        parse_conversation({"message_id": 1, "text": "a"})

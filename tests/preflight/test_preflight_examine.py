@@ -372,3 +372,16 @@ def test_entries_that_cannot_be_read_need_no_torch(fleet):
         [sys.executable, "-c", code, str(fleet.registry.root)], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_budget_without_limit_is_a_value(fleet):
+    fleet.write(capture={"budget_gb": float("inf")})
+    assert examine_entry("small", fleet.registry, FileDigests(), fleet.root / "var") == examine_entry(
+        "small", fleet.registry, FileDigests(), fleet.root / "var"
+    )
+
+
+def test_a_system_prompt_that_is_not_read_is_a_warning(fleet):
+    rows = [json.loads(line) for line in fleet.chats.read_text().splitlines()]
+    fleet.write_rows([{**row, "system_prompt": "Be a pirate."} for row in rows])
+    assert any("system_prompt (" in one and one.endswith("rename system_prompt") for one in fleet.check().warnings)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +39,9 @@ Show = Callable[[int], str]
 
 
 def show_at(monkeypatch: pytest.MonkeyPatch, registry: Path, words: tuple[str, ...]) -> Show:
-    """What a command prints in a terminal of a width."""
+    """What a command prints in a terminal of a width, always at the same time: tables show ages."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
 
     def show(width: int) -> str:
         monkeypatch.setattr(text_tables, "find_terminal_width", lambda: width)

@@ -117,6 +117,18 @@ def test_config_that_is_no_object_is_refused(tmp_path: Path, tiny_folder: Path):
         resolved(tmp_path, model=str(model))
 
 
+def test_a_folder_without_a_config_is_told_once_and_an_adapter_by_name(tmp_path: Path, tiny_folder: Path):
+    model = shutil.copytree(tiny_folder, tmp_path / "model")
+    (model / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config.json: no such file; expected a Hugging Face model$"):
+        resolved(tmp_path, model=str(model))
+    (model / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config.json: no such file; it is an adapter: merge it into its model$"):
+        resolved(tmp_path, model=str(model))
+    with pytest.raises(ValueError, match="at least 1 character"):
+        resolved(tmp_path, model="")
+
+
 def test_each_file_of_a_target_counts_in_the_digest_it_belongs_to(tmp_path: Path, tiny_folder: Path):
     model = shutil.copytree(tiny_folder, tmp_path / "model")
     before = resolved(tmp_path, model=str(model))

@@ -67,21 +67,21 @@ def test_any_tensor_that_is_taken_away_or_renamed_is_missed_by_name(name: str, f
 
 def test_names_of_a_compiled_model_are_told_with_what_to_do(copied):
     rewrite(copied, lambda tensors: {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()})
-    with pytest.raises(StoreError, match=r"75 tensors are missing: .* and 72 more; 74 tensors are unexpected.*"
+    with pytest.raises(StoreError, match=r"75 tensors are missing: lm_head\.weight; 74 are unexpected.*"
                        r"All names begin with `_orig_mod\.`.*save the model inside"):  # fmt: skip
         check_target_weights(copied)
 
 
 def test_a_config_of_fewer_layers_is_told_by_both_numbers(copied):
     set_config(copied, num_hidden_layers=6)
-    with pytest.raises(StoreError, match=r"18 tensors are unexpected: model\.layers\.6\.input_layernorm\.weight, .*"
+    with pytest.raises(StoreError, match=r"18 tensors are unexpected: model\.layers\.6\.input_layernorm\.weight\. "
                        r"config.json says num_hidden_layers 6, the files have 8"):  # fmt: skip
         check_target_weights(copied)
 
 
 def test_another_shape_is_told_with_both(copied):
     set_config(copied, intermediate_size=64)
-    with pytest.raises(StoreError, match=r"24 tensors have another shape: .* is \[\d+, \d+\], expected \[\d+, \d+\]"):
+    with pytest.raises(StoreError, match=r"24 tensors are of another shape: .* is \[\d+, \d+\], expected \[\d+, \d+\]"):
         check_target_weights(copied)
 
 
@@ -188,7 +188,7 @@ def test_a_verdict_that_cannot_be_read_is_made_again(copied, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3", "deepseek_v3"])
 def test_headers_say_what_the_loader_finds(name: str, family_target, tmp_path: Path):
-    """The check agrees, tensor for tensor, with transformers' own report of a real loading."""
+    """The check agrees with transformers' own report of a real loading."""
     target = family_target(name)
     shutil.copy(Path(target.model) / "config.json", tmp_path)
     tensors = load_file(Path(target.model) / WEIGHTS)
@@ -200,8 +200,8 @@ def test_headers_say_what_the_loader_finds(name: str, family_target, tmp_path: P
     assert loading["unexpected_keys"]
     with pytest.raises(StoreError) as refusal:
         check_target_weights(replace_folder(target, tmp_path))
-    for each in (*loading["missing_keys"], *loading["unexpected_keys"]):
-        assert each in str(refusal.value)
+    missing, unexpected = (sorted(loading[f"{kind}_keys"]) for kind in ("missing", "unexpected"))
+    assert f"{len(missing)} tensors are missing: {missing[0]}; {len(unexpected)} are unexpected" in str(refusal.value)
 
 
 def replace_folder(target: TargetFiles, folder: Path) -> TargetFiles:
