@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 GROWTH = 64
 """Tokens for which a buffer has room beyond those that it holds; copying it this seldom costs little at any length."""
@@ -84,19 +77,23 @@ def make_growing_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-_JOINABLE = (
-    GrowingLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    DummyLayer,
-)
+_JOINABLE = {
+    "GrowingLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+}
+"""Names, as earlier versions of transformers have only some of these classes."""
 
 
 def is_joinable(cache: DynamicCache) -> bool:
     """Whether `join_caches` knows all kinds of layers in a cache. Rows of others begin together, and only leave."""
-    return all(type(layer) in _JOINABLE for layer in cache.layers)
+    return all(
+        type(layer).__name__ in _JOINABLE and isinstance(getattr(layer, "conv_states", {}), dict)
+        for layer in cache.layers
+    )
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class RowSize:
 
 
 def _list_states(layer: Any) -> list[Tensor]:
-    if not isinstance(layer, LinearAttentionLayer):
+    if not isinstance(layer, LinearAttentionLayer) or not isinstance(layer.conv_states, dict):
         return []
     found = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return [each for each in found if each is not None]
@@ -169,7 +166,7 @@ def join_caches(caches: Sequence[DynamicCache], rows: Sequence[Tensor], frame: F
         if isinstance(layer, DynamicLayer):
             _join_columns(parts, rows, frame)
         for each in caches[1:]:
-            each.layers[index] = DummyLayer()  # its memory is of use for the next layer
+            each.layers[index] = DynamicLayer()  # its memory is of use for the next layer
     return first
 
 
