@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 from processes import kill_all, lives
 
+from draftworks.distributed.stop_signals import StopRequest
+
 MARK = "DRAFTWORKS_TESTS"
 SERVERS = ("warm_server.py", "warm-server", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """Words in the command of what lives as long as its worker; what such a server forks does not."""
@@ -82,9 +84,10 @@ class LeftoverWatch:
         told += [f"port {port} is still listened on by this process" for port in sockets]
         told += [f"file {SHARED_MEMORY / name}" for name in files]
         for signum, handler in self._handlers.items():
-            if signal.getsignal(signum) is not handler:
+            found = signal.getsignal(signum)
+            if isinstance(found, StopRequest) and found is not handler:  # libraries leave theirs
                 told.append(f"a handler of {signum.name}")
-                signal.signal(signum, handler)  # pyright: ignore[reportArgumentType]
+                signal.signal(signum, handler or signal.SIG_DFL)  # pyright: ignore[reportArgumentType]
         kill_all(processes)
         for name in files:
             (SHARED_MEMORY / name).unlink(missing_ok=True)
