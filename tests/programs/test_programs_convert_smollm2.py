@@ -1,8 +1,10 @@
-"""The real model of the second demo, where `registry/examples/smollm2/fetch.py` has fetched it: weights as llama.cpp's library
+"""The real model of the second demo, which `registry/examples/smollm2/fetch.py` fetches: weights as llama.cpp's library
 reads them, ids as the published tokenizer cuts text, and an answer that is right."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftworks.programs.convert import convert
 
-FILE = Path(__file__).resolve().parents[2] / "registry/examples/smollm2/models/SmolLM2-135M-Instruct.Q4_1.gguf"
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not FILE.exists(), reason="python registry/examples/smollm2/fetch.py"),
-]
+EXAMPLE = Path(__file__).resolve().parents[2] / "registry" / "examples" / "smollm2"
+FILE = EXAMPLE / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    subprocess.run([sys.executable, str(EXAMPLE / "fetch.py")], check=True)  # what it has fetched it only verifies
     found = tmp_path_factory.mktemp("smollm2") / "model"
     convert(FILE, found, print)
     return found
