@@ -32,8 +32,8 @@ from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
 from draftworks.data.tokenized import TokenRow
 from draftworks.errors import EngineError
+from draftworks.handover.spool import Part, write_part
 from draftworks.sglang.client import GenerateRequest, Generation
-from draftworks.sglang.spool import Part, write_part
 
 TAPS = (2, 18, 33)
 VOCAB = 32_000

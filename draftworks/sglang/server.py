@@ -43,7 +43,7 @@ class ServerOptions:
 
     Attributes:
         layer_ids: layers (0-based) whose outputs are captured, ascending; empty for a server that only generates.
-        spool: where hidden states are written; see draftworks.sglang.spool.
+        spool: where hidden states are written; see draftworks.handover.spool.
         device: `cpu` or `cuda`.
         dp_size: number of copies of the target in the server, each on `tp_size` GPUs.
         first_gpu: index of the first of the server's GPUs.

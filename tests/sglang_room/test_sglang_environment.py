@@ -144,8 +144,8 @@ def test_the_hook_needs_nothing_a_serving_environment_lacks():
         "print(sorted(heavy & set(sys.modules)), sorted(own))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    own = ["draftworks.errors", "draftworks.sglang"]
-    own += [f"draftworks.sglang.{name}" for name in ("hook", "spool")]
+    own = ["draftworks.errors", "draftworks.handover", "draftworks.handover.background", "draftworks.handover.spool"]
+    own += ["draftworks.sglang", "draftworks.sglang.hook"]
     assert done.stdout.strip() == f"[] {own}"
 
 

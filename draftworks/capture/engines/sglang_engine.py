@@ -25,9 +25,9 @@ from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
+from draftworks.handover.spool import AnsweredRequest, Part, make_request_id
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
 from draftworks.sglang.environment import SGLANG_VERSIONS
-from draftworks.sglang.spool import AnsweredRequest, Part, make_request_id
 from draftworks.storage.identity import EngineIdentity, LayerTap
 
 PREFILL_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}

@@ -19,13 +19,13 @@ from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.handover.spool import AnsweredRequest, Part, PartSource, SpoolSource
 from draftworks.sglang.client import GenerateRequest, Generation, ServerInfo, SGLangClient
 from draftworks.sglang.embedded import EmbeddedSGLang, require_sglang_here
 from draftworks.sglang.environment import check_version, require_capturing
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.layers import choose_capture_convention, read_architecture, resolve_captured_layers
 from draftworks.sglang.server import ServerOptions, SGLangServer
-from draftworks.sglang.spool import AnsweredRequest, Part, PartSource, SpoolSource
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from draftworks.capture.answers.load_balancer import CircuitBreaker, LoadBalance
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engines.sglang_hosts import GenerateClient, ManagedHost, SGLangHost
 from draftworks.errors import DraftworksError, EngineError
+from draftworks.handover.spool import AnsweredRequest, Part, PartSource, SpoolSource, is_captured
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
 from draftworks.sglang.environment import SGLANG_VERSIONS
 from draftworks.sglang.job_servers import JobServers, ServerAddress, ServerSlot
-from draftworks.sglang.spool import AnsweredRequest, Part, PartSource, SpoolSource, is_captured
 
 _CLOSE_AGAIN_S = 0.5
 

@@ -32,13 +32,13 @@ from draftworks.capture.engines.sglang_job import BalancedHost, JobHost, close_a
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError
+from draftworks.handover.mooncake_parts import MooncakeSource
+from draftworks.handover.spool import PartSource, sweep
 from draftworks.sglang.client import SGLangClient
 from draftworks.sglang.embedded import require_sglang_here
 from draftworks.sglang.job_servers import JobServers
 from draftworks.sglang.layers import choose_capture_convention, read_architecture
-from draftworks.sglang.mooncake_parts import MooncakeSource
 from draftworks.sglang.server import ServerOptions
-from draftworks.sglang.spool import PartSource, sweep
 from draftworks.storage.identity import LayerTap
 
 CPU_MEMORY_SHARE = 0.8

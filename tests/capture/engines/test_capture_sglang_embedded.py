@@ -33,7 +33,7 @@ from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
-from draftworks.sglang.spool import write_part
+from draftworks.handover.spool import write_part
 from draftworks.storage.identity import LayerTap
 
 

@@ -19,8 +19,8 @@ from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
+from draftworks.handover.spool import Part, write_failure
 from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.spool import Part, write_failure
 from draftworks.storage.identity import LayerTap
 
 TARGET = TargetFiles(

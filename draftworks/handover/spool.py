@@ -152,7 +152,7 @@ class PartSource(ABC):
 
 def make_late_error(request_id: str, timeout_s: float) -> PassingTroubleError:
     return PassingTroubleError(
-        f"SGLang answered request {request_id}, and its hidden states have not come for {timeout_s:g} s. Look at its "
+        f"the engine answered request {request_id}, and its hidden states have not come for {timeout_s:g} s. Look at its "
         "log, and at the disk or store that they go through"
     )
 
