@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
 ROOMS = [
-    *("storage", "config", "distributed", "mooncake", "data", "features", "targets", "sglang"),
+    *("storage", "config", "distributed", "mooncake", "data", "features", "targets", "servers", "sglang", "vllm"),
     *(
         "drafts",
         "capture",
