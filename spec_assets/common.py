@@ -17,7 +17,7 @@ from draftworks.config.service import Outcome
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
 from draftworks.planning.identities import identify_result
-from draftworks.sglang.environment import build_program_environment
+from draftworks.sglang.environment import SGLANG
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.files import explain_full_disk
 from draftworks.storage.names import of_strategy
@@ -379,7 +379,7 @@ def _make_job(
 ) -> TorchJob:
     path = run.save(folder / "run.yaml")
     place = workspace.resolve_launcher(context.partition_key, program)
-    extra = {} if python is None else build_program_environment(python, folder / "package")
+    extra = {} if python is None else SGLANG.build_program_environment(python, folder / "package")
     return TorchJob(
         module=f"draftworks.programs.{program}",
         args=(str(path),),

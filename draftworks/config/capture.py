@@ -143,13 +143,10 @@ class ServerSpec(StartedServer):
         return (self.url,) if self.url is not None else tuple(self.urls)
 
 
-class SGLangSpec(Spec):
-    """The installation of SGLang on this machine, and time limits for it."""
+class EngineInstallation(Spec):
+    """An engine in a Python of its own on this machine, and time limits for it."""
 
-    python: str = Field(
-        default="../.venv-sglang/bin/python",
-        description="Python of the environment with SGLang, relative to the registry.",
-    )
+    python: str
     start_timeout_s: float = Field(
         default=900.0, gt=0, allow_inf_nan=True, description="Seconds to wait until a started server is ready."
     )
@@ -158,6 +155,24 @@ class SGLangSpec(Spec):
     )
     attempts: int = Field(default=3, ge=1, description="Attempts for one batch before the run stops.")
     grace_s: float = Field(default=15.0, ge=0, allow_inf_nan=True, description="Seconds between terminate and kill.")
+
+
+class SGLangSpec(EngineInstallation):
+    """The installation of SGLang on this machine, and time limits for it."""
+
+    python: str = Field(
+        default="../.venv-sglang/bin/python",
+        description="Python of the environment with SGLang, relative to the registry.",
+    )
+
+
+class VLLMSpec(EngineInstallation):
+    """The installation of vLLM on this machine, and time limits for it."""
+
+    python: str = Field(
+        default="../.venv-vllm/bin/python",
+        description="Python of the environment with vLLM, relative to the registry.",
+    )
 
 
 FeatureStorage = Literal["plain", "fp8", "fp8_taps"]

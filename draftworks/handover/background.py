@@ -50,12 +50,17 @@ class BackgroundHandOver:
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def put(self, request_id: str, part: Part) -> None:
-        """Announce a part and queue it. Wait for room first; tensors may be of any layout, on any device."""
+    def announce(self, request_id: str, start: int) -> None:
+        """Let the reader know that a part will follow, or a failure; for engines that answer before it is put."""
+        self._sink.announce(request_id, start)
+
+    def put(self, request_id: str, part: Part, announced: bool = False) -> None:
+        """Queue a part, announced first unless it was. Wait for room; tensors may be of any layout, on any device."""
         nbytes = part.nbytes
         with self._changed:
             self._changed.wait_for(lambda: not self._nbytes or self._nbytes + nbytes <= self._queue_bytes)
-        self._sink.announce(request_id, part.start)
+        if not announced:  # a reader that has given up meanwhile has removed the mark
+            self._sink.announce(request_id, part.start)
         copied = self._copy(request_id, part)
         with self._changed:
             self._nbytes += nbytes

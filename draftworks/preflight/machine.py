@@ -19,7 +19,7 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.services import check_object_storage, check_stream, find_existing
-from draftworks.sglang.environment import find_installed_version, require_capturing
+from draftworks.sglang.environment import SGLANG, require_capturing
 from draftworks.storage.words import find_close
 from draftworks.targets.fitted_defaults import DEVICES, read_machine
 from draftworks.targets.registry import Registry
@@ -335,7 +335,7 @@ def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) ->
 
 def _require_sglang(python: Path, captures: bool) -> None:
     """Raise ConfigError if the environment certainly has no SGLang, or one that cannot capture what it has to."""
-    version = find_installed_version(python)
+    version = SGLANG.find_installed_version(python)
     if version == "":
         raise ConfigError(f"{python}, named as sglang.python, has no SGLang: install it there (make sglang-env)")
     if version and captures:

@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 from draftworks.config.base import Spec
-from draftworks.config.capture import CaptureSpec, CustomEngineSpec, ServerSpec, SGLangSpec, StartedServer
+from draftworks.config.capture import CaptureSpec, CustomEngineSpec, ServerSpec, SGLangSpec, StartedServer, VLLMSpec
 from draftworks.config.data import EndpointSpec, MixSpec, RedactionSpec, ResponseSpec, ServedSpec
 from draftworks.config.features import (
     BucketAccess,
@@ -354,6 +354,7 @@ OF_THE_INSTALLATION = {
     PricesSpec,
     RetentionSpec,
     SGLangSpec,
+    VLLMSpec,
     *KINDS.values(),
     *OBJECT_STORAGE,
 }

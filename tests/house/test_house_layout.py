@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
 ROOMS = [
-    *("storage", "config", "distributed", "mooncake", "data", "features", "targets", "handover", "sglang", "vllm"),
+    *("storage", "config", "distributed", "mooncake", "data", "features", "targets", "handover", "servers", "sglang"),
+    "vllm",
     *(
         "drafts",
         "capture",

@@ -22,7 +22,7 @@ from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.handover.spool import AnsweredRequest, Part, PartSource, SpoolSource
 from draftworks.sglang.client import GenerateRequest, Generation, ServerInfo, SGLangClient
 from draftworks.sglang.embedded import EmbeddedSGLang, require_sglang_here
-from draftworks.sglang.environment import check_version, require_capturing
+from draftworks.sglang.environment import SGLANG, require_capturing
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.layers import choose_capture_convention, read_architecture, resolve_captured_layers
 from draftworks.sglang.server import ServerOptions, SGLangServer
@@ -242,7 +242,7 @@ def require_server(
     """
     info = client.get_info()
     where = f"SGLang at {client.url}"
-    check_version(info.version, where)
+    SGLANG.check_version(info.version, where)
     if layer_ids:
         require_capturing(info.version, where)
     if info.layer_ids:

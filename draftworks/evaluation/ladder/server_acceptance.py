@@ -14,7 +14,7 @@ from draftworks.evaluation.ladder.answer_walk import find_answer_spans
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired
-from draftworks.sglang.speculation import SpeculatedAnswer
+from draftworks.servers.client import SpeculatedAnswer
 
 SERVER_METRIC = "rung6_server_acc_len"
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from draftworks.errors import DraftworksError
 from draftworks.preflight.findings import Finding
-from draftworks.sglang.environment import FIRST_CAPTURING, PROGRAM_LIBRARIES, SGLANG_VERSIONS
+from draftworks.servers.environment import PROGRAM_LIBRARIES
+from draftworks.sglang.environment import FIRST_CAPTURING, SGLANG_VERSIONS
 from draftworks.storage.words import list_names
 from draftworks.targets.registry import Registry
 

@@ -43,7 +43,7 @@ from draftworks.evaluation.ladder.server_acceptance import (
 )
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.features.contracts import TrainBatch
-from draftworks.sglang.speculation import SpeculatedAnswer
+from draftworks.servers.client import SpeculatedAnswer
 
 
 @dataclass(frozen=True)
