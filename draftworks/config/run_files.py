@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec, SpecType
-from draftworks.config.capture import CaptureSpec, FeatureStorage, SGLangSpec
+from draftworks.config.capture import CaptureSpec, FeatureStorage, SGLangSpec, VLLMSpec
 from draftworks.config.data import AnswersSampling
 from draftworks.config.features import ObjectFeaturesSpec, StoreKind, StreamFollower, StreamingSpec, StreamSteps
 from draftworks.config.registry_files import DatasetSpec, EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
@@ -102,15 +102,16 @@ class RunFile(Spec):
     @property
     def longest_wait_s(self) -> float:
         """Longest time in seconds for which the program may wait for a server or a producer without being stalled."""
-        sglang, endpoint = getattr(self, "sglang", None), getattr(getattr(self, "responses", None), "endpoint", None)
-        waits = [0.0] if sglang is None else [sglang.start_timeout_s, sglang.request_timeout_s]
+        engines = [found for name in ("sglang", "vllm") if (found := getattr(self, name, None)) is not None]
+        endpoint = getattr(getattr(self, "responses", None), "endpoint", None)
+        waits = [0.0, *(wait for each in engines for wait in (each.start_timeout_s, each.request_timeout_s))]
         stream = getattr(self, "stream", None)
         waits += [] if stream is None else [stream.settings.timeout_s]
         return max(waits if endpoint is None else [*waits, endpoint.timeout_s])
 
     @property
     def gpus_per_process(self) -> int:
-        """GPUs that each process of the program uses, on a machine that has any; more than one for SGLang that it starts."""
+        """GPUs that each process of the program uses, on a machine that has any; more than one for an engine that it starts."""
         capture, serving = getattr(self, "capture", None), getattr(self, "serving", None)
         if serving is not None:
             return serving.server.gpus
@@ -168,6 +169,7 @@ class RegenerateRun(SharedRun):
     max_length: int
     capture: CaptureSpec = Field(description="The engine that runs the target, unless `responses` names an endpoint.")
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
 
 
 class MeasureRun(RegenerateRun):
@@ -190,6 +192,7 @@ class CaptureRun(SharedRun):
     capture: CaptureSpec
     store: StoreSpec
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
 
 
 class StreamPlace(Spec):
@@ -251,6 +254,7 @@ class ProduceRun(TargetRun):
     streams: list[str] = Field(description="Names of the streams that the training reads, such as hf2 or last.")
     capture: CaptureSpec
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
     steps: StreamSteps
     stream: StreamPlace
     source: ArrivalSource | None = Field(
@@ -273,6 +277,7 @@ class ProduceRun(TargetRun):
             capture=self.capture,
             store=self.stream.store,
             sglang=self.sglang,
+            vllm=self.vllm,
         )
 
 
