@@ -31,8 +31,7 @@ from draftworks.evaluation.ladder.statistics import Resampling, summarize_accept
 from draftworks.evaluation.report.comparison import read_walk
 from draftworks.export.conventions import DRAFT_FOLDER
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.servers.client import Counters, SpeculatedAnswer
-from draftworks.sglang.client import GenerateRequest
+from draftworks.servers.client import Counters, GenerateRequest, SpeculatedAnswer
 from draftworks.sglang.environment import require_cpu_speculation
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.sglang.speculation import (
