@@ -1,4 +1,4 @@
-"""SGLang hosts of an engine (started here, external, in this process), and what each must answer before it captures."""
+"""SGLang hosts of an engine, and what each must answer before it captures."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import FrameType
 
 from draftworks.capture.engine import TargetEngine
 from draftworks.capture.engines.hosts import EngineHost
+from draftworks.capture.engines.server_hosts import ManagedHost
 from draftworks.capture.verify import check_head
 from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
@@ -27,82 +28,15 @@ from draftworks.sglang.server import ServerOptions, SGLangServer
 log = logging.getLogger(__name__)
 
 
-class ManagedHost(EngineHost[SGLangClient]):
-    """A server that Draftworks runs: started by `start` and stopped by `close`, which may be called while it starts.
+def make_managed_host(python: Path, options: ServerOptions, folder: Path, sglang: SGLangSpec) -> ManagedHost:
+    """Return a server that Draftworks runs, not started; see `ManagedHost`."""
+    server = SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s)
+    key = options.read_key()
 
-    Args:
-        folder: used by this host only: log, spool, and the link through which SGLang finds the hook. After `close` only
-            the log is left.
-    """
+    def connect(url: str) -> SGLangClient:
+        return SGLangClient(url, sglang.request_timeout_s, key)
 
-    def __init__(self, python: Path, options: ServerOptions, folder: Path, sglang: SGLangSpec) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._sglang = sglang
-        self._key = options.read_key()
-        self._server = SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s)
-        self.spool = options.spool
-        self.layer_ids = options.layer_ids
-        self._open_client: SGLangClient | None = None
-
-    def start(self) -> ManagedHost:
-        """Start the server and return when it serves.
-
-        Raises:
-            ConfigError, EngineError: see `SGLangServer.start`.
-        """
-        shutil.rmtree(self.spool, ignore_errors=True)  # files of an earlier server; no request waits for them
-        log.info("starting SGLang, its log is %s", self._server.log)
-        self._server.start()
-        self.version = self._server.version
-        log.info("SGLang serves at %s, process %s", self._server.url, self._server.pid)
-        self.client = self._open_client = SGLangClient(self._server.url, self._sglang.request_timeout_s, self._key)
-        return self
-
-    @property
-    def pid(self) -> int | None:
-        return self._server.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self._server.is_running()
-
-    def require_running(self) -> None:
-        if not self._server.is_running():
-            raise EngineError(f"SGLang ended before it had written what it announced. See {self._server.log}")
-
-    def revive(self, error: EngineError) -> None:
-        state = "hangs" if self._server.is_running() else "has ended"
-        log.warning(
-            "%s\nSGLang %s and is restarted. The end of its log:\n%s", error, state, self._server.read_log_tail()
-        )
-        self._server.stop()
-        self.start()
-
-    def close(self) -> None:
-        if self._server.pid is not None:
-            log.info("stopping SGLang. The end of its log:\n%s", self._server.read_log_tail())
-        self._server.stop()  # first: closing the client would not wake threads that wait for an answer
-        if self._open_client is not None:
-            self._open_client.close()
-        shutil.rmtree(self.spool, ignore_errors=True)
-
-
-class ExternalHost(EngineHost[SGLangClient]):
-    """An external server, which Draftworks did not start: after an error, requests to it can only be tried again."""
-
-    def __init__(self, client: SGLangClient, spool: Path, layer_ids: tuple[int, ...]) -> None:
-        self.client = client
-        self.spool = spool
-        self.layer_ids = layer_ids
-
-    def require_running(self) -> None:
-        self.client.require_reachable()
-
-    def revive(self, error: EngineError) -> None:
-        log.warning("%s. Trying again", error)
-
-    def close(self) -> None:
-        self.client.close()
+    return ManagedHost(server, connect, options.spool, options.layer_ids)
 
 
 class EmbeddedHost(EngineHost[EmbeddedSGLang]):
