@@ -16,8 +16,13 @@ from pathlib import Path
 import draftworks
 from draftworks.errors import ConfigError
 
-PROGRAM_LIBRARIES = {"dagster_pipes": "dagster-pipes", "pyarrow": "pyarrow", "tenacity": "tenacity"}
-"""Libraries that the programs that run a target import and engines do not install: distribution by module name."""
+PROGRAM_LIBRARIES = {
+    "dagster_pipes": "dagster-pipes",
+    "pyarrow": "pyarrow",
+    "tenacity": "tenacity",
+    "xxhash": "xxhash",
+}
+"""Libraries that the programs that run a target import and that some engine does not install: distribution by module."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "DAGSTER_PIPES_")
 """Prefixes of the variables that describe the process group of a Draftworks process.
 
