@@ -50,7 +50,13 @@ class VLLMServerOptions:
     key_file: Path | None = None
 
     def build_arguments(self, port: int) -> list[str]:
-        """Return the arguments of vLLM's API server.
+        """Return the arguments of vLLM's API server."""
+        own = {"--served-model-name": self.name, "--host": self.host, "--port": port}
+        counting = ["--per-request-spec-decode-metrics", "detailed"] if self.counts_requests else []
+        return [*(str(word) for pair in own.items() for word in pair), *counting, *self.build_engine_arguments()]
+
+    def build_engine_arguments(self) -> list[str]:
+        """Return the arguments of vLLM's engine, in a server or in this process.
 
         The prefix cache is off: what it holds is not computed again, so that neither the time nor the hidden states are
         those of the request.
@@ -59,9 +65,6 @@ class VLLMServerOptions:
             "--model": self.model,
             "--revision": self.revision,
             "--tokenizer": self.tokenizer,
-            "--served-model-name": self.name,
-            "--host": self.host,
-            "--port": port,
             "--dtype": self.dtype,
             "--max-model-len": self.context,
             "--max-num-seqs": self.max_requests,
@@ -71,7 +74,6 @@ class VLLMServerOptions:
             "--seed": self.seed,
             "--speculative-config": _format_json(self.speculative),
             "--kv-transfer-config": _format_json(self.kv_transfer),
-            "--per-request-spec-decode-metrics": "detailed" if self.counts_requests else None,
         }
         words = [str(word) for name, value in values.items() if value is not None for word in (name, value)]
         eager = ["--enforce-eager"] if self.device == "cpu" else []  # compiling takes longer than the little work there
@@ -79,7 +81,7 @@ class VLLMServerOptions:
 
     def build_environment(self) -> dict[str, str]:
         """Return the environment variables that vLLM's processes need in addition to the inherited ones."""
-        own = {"VLLM_NO_USAGE_STATS": "1"}
+        own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
         if self.revision is None:
             own["HF_HUB_OFFLINE"] = "1"
         return own | ({"VLLM_CPU_KVCACHE_SPACE": str(self.cache_gb)} if self.device == "cpu" else {})

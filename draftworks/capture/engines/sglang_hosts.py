@@ -19,7 +19,7 @@ from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.sglang.client import ServerInfo, SGLangClient
-from draftworks.sglang.embedded import EmbeddedSGLang, require_sglang_here
+from draftworks.sglang.embedded import EmbeddedSGLang
 from draftworks.sglang.environment import SGLANG, require_capturing
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.layers import choose_capture_convention, read_architecture, resolve_captured_layers
@@ -51,7 +51,7 @@ class EmbeddedHost(EngineHost[EmbeddedSGLang]):
         self._sglang = sglang
         self.spool = options.spool
         self.layer_ids = options.layer_ids
-        self.version = require_sglang_here()
+        self.version = SGLANG.require_here()
         if options.layer_ids:
             require_capturing(self.version, f"this Python, {sys.executable},")
         self.client = self._make_client()

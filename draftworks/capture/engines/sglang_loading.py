@@ -28,7 +28,7 @@ from draftworks.errors import CaptureError, ConfigError
 from draftworks.handover.mooncake_parts import MooncakeSource
 from draftworks.handover.spool import PartSource, sweep
 from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.embedded import require_sglang_here
+from draftworks.sglang.environment import SGLANG
 from draftworks.sglang.job_servers import JobServers
 from draftworks.sglang.layers import choose_capture_convention, read_architecture
 from draftworks.sglang.server import ServerOptions
@@ -58,7 +58,7 @@ def load_sglang_engine(
             f"capture backend {capture.backend} needs a folder for its files: pass `place` to load_engine"
         )
     if capture.backend == "sglang":
-        require_sglang_here()
+        SGLANG.require_here()
     if EMBEDDINGS in (place.taps or ()):
         require_plain_embeddings(target)
     layer_ids = select_layers(place.taps)
