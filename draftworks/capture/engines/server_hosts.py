@@ -1,4 +1,4 @@
-"""Servers as hosts of an engine: started here, or external. What software they are is known by their clients alone."""
+"""Servers as hosts of an engine, started here or external, and their test requests; what software they are, clients know."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from draftworks.capture.background import run_in_background
+from draftworks.capture.engine import TargetEngine
 from draftworks.capture.engines.hosts import EngineHost, GenerateClient
-from draftworks.errors import EngineError
+from draftworks.capture.verify import check_head
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.servers.process import ServerProcess
 
 _CLOSE_AGAIN_S = 0.5
@@ -143,3 +146,51 @@ def close_all(hosts: Sequence[EngineHost], starting: Sequence[Future[Any]]) -> N
             break  # while a host is starting, the process that `close` has to stop may not exist yet
     for host in hosts:
         host.close()
+
+
+PROBE_TOKENS = 64
+PROBE_TEXT = "Zwölf naïve def f(x):\n\treturn x**2  # 3.14159 — 你好, 12345"
+
+
+def probe_server(
+    engine: TargetEngine, tokenize: Callable[[str], list[int]], target: TargetFiles, captures: bool
+) -> None:
+    """Check with test requests that the server uses the target's tokenizer and weights and keeps all hidden states.
+
+    Raises:
+        EngineError: its tokenizer gives other ids, it lost positions of a prompt that it had seen before, or its logits
+            differ from those of the registry's head on its own hidden states.
+    """
+    where = f"{engine.display_name} cannot be used for target {target.name}"
+    expected, found = _tokenize_probe(target), tokenize(PROBE_TEXT)
+    if expected != found:
+        raise EngineError(
+            f"{where}: its tokenizer gives {found[:8]}… for {PROBE_TEXT[:12]!r}…, that of the registry "
+            f"({target.tokenizer}) {expected[:8]}…"
+        )
+    if not captures:
+        return
+    sequence = [(7919 * (index + 1)) % target.vocab_size for index in range(min(PROBE_TOKENS, target.context))]
+    try:
+        engine.capture([sequence], [])
+        repeated = engine.capture([sequence], [])[0]  # now a prefix could come from the cache
+        check_head(engine, ["probe"], [sequence], [repeated["last"]])
+    except CaptureError as error:
+        raise EngineError(f"{where}: {error}") from error
+
+
+def is_same_model(found: str, expected: str) -> bool:
+    """Return whether a server's name of its model is the expected one, or another path of the same folder."""
+    return found == expected or (Path(expected).is_dir() and Path(found).resolve() == Path(expected).resolve())
+
+
+def _tokenize_probe(target: TargetFiles) -> list[int]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.tokenizer, revision=target.tokenizer_revision or "main", trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target {target.name}: tokenizer {target.tokenizer} cannot be read: {error}") from error
+    return tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]

@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from draftworks.capture.engine import TargetEngine
 from draftworks.capture.engines.hosts import EngineHost
-from draftworks.capture.engines.server_hosts import ManagedHost
-from draftworks.capture.verify import check_head
+from draftworks.capture.engines.server_hosts import ManagedHost, is_same_model
 from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.errors import EngineError
 from draftworks.sglang.client import ServerInfo, SGLangClient
 from draftworks.sglang.embedded import EmbeddedSGLang
 from draftworks.sglang.environment import SGLANG, require_capturing
@@ -89,10 +87,6 @@ class EmbeddedHost(EngineHost[EmbeddedSGLang]):
         self.client.fail("one of its processes failed; its own messages are in this log")
 
 
-PROBE_TOKENS = 64
-PROBE_TEXT = "Zwölf naïve def f(x):\n\treturn x**2  # 3.14159 — 你好, 12345"
-
-
 def require_server(
     client: SGLangClient, target: TargetFiles, capture: CaptureSpec, layer_ids: tuple[int, ...], longest: int = 0
 ) -> ServerInfo:
@@ -130,35 +124,10 @@ def require_server(
     return info
 
 
-def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles, captures: bool) -> None:
-    """Check with test requests that the server uses the target's tokenizer and weights and keeps all hidden states.
-
-    Raises:
-        EngineError: its tokenizer gives other ids, it lost positions of a prompt that it had seen before, or its logits
-            differ from those of the registry's head on its own hidden states.
-    """
-    where = f"SGLang at {client.url} cannot be used for target {target.name}"
-    expected, found = _tokenize_probe(target), client.tokenize(PROBE_TEXT)
-    if expected != found:
-        raise EngineError(
-            f"{where}: its tokenizer gives {found[:8]}… for {PROBE_TEXT[:12]!r}…, that of the registry "
-            f"({target.tokenizer}) {expected[:8]}…"
-        )
-    if not captures:
-        return
-    sequence = [(7919 * (index + 1)) % target.vocab_size for index in range(min(PROBE_TOKENS, target.context))]
-    try:
-        engine.capture([sequence], [])
-        repeated = engine.capture([sequence], [])[0]  # now a prefix could come from the cache
-        check_head(engine, ["probe"], [sequence], [repeated["last"]])
-    except CaptureError as error:
-        raise EngineError(f"{where}: {error}") from error
-
-
 def _find_model_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec) -> list[str]:
     problems = []
     expected = capture.server.model or target.model
-    if not _is_same_model(info.model, expected):
+    if not is_same_model(info.model, expected):
         started = f" (it was started with {info.started_with})" if info.started_with != info.model else ""
         problems.append(
             f"it serves the model {info.model}{started}, expected {expected}. If it is the same model under another "
@@ -225,19 +194,3 @@ def _find_hand_over_problems(info: ServerInfo, spool_name: str | None) -> list[s
     if not spool.is_dir():
         problems.append(f"the folder capture.server.spool, {spool}, does not exist: create it")
     return problems
-
-
-def _is_same_model(found: str, expected: str) -> bool:
-    return found == expected or (Path(expected).is_dir() and Path(found).resolve() == Path(expected).resolve())
-
-
-def _tokenize_probe(target: TargetFiles) -> list[int]:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            target.tokenizer, revision=target.tokenizer_revision or "main", trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"target {target.name}: tokenizer {target.tokenizer} cannot be read: {error}") from error
-    return tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftworks.capture.engine import EnginePlace, make_engine_identity
 from draftworks.capture.engines.hf import find_decoder_layers
 from draftworks.capture.engines.hosts import EngineHost
-from draftworks.capture.engines.server_hosts import ExternalHost, ManagedHost, start_all
+from draftworks.capture.engines.server_hosts import ExternalHost, ManagedHost, probe_server, start_all
 from draftworks.capture.engines.sglang_engine import EMBEDDINGS, SGLangEngine
-from draftworks.capture.engines.sglang_hosts import EmbeddedHost, make_managed_host, probe_server, require_server
+from draftworks.capture.engines.sglang_hosts import EmbeddedHost, make_managed_host, require_server
 from draftworks.capture.engines.sglang_job import BalancedHost, JobHost
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
@@ -93,7 +93,7 @@ def _connect_external(
         _read_from(source, *hosts)
         for host in hosts:
             probe_server(
-                _make_engine(target, capture, host, place), host.client, target, captures=place.taps is not None
+                _make_engine(target, capture, host, place), host.client.tokenize, target, place.taps is not None
             )
         if len(hosts) == 1:
             return hosts[0]
