@@ -6,7 +6,7 @@ It reads records only, no features or weights, and imports no torch: a thousand 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,10 +101,17 @@ class Fleet:
         var = registry.resolve_var_folder()
         return cls(registry, ArtifactStore(var), FileDigests(var / "digests.json"))
 
-    def standings(self) -> list[Standing]:
-        """Return every strategy of every target, the highest acceptance first, those without a value last."""
-        once = replace(self, registry=ReadOnceRegistry(self.registry.root), digests=ReadOnceDigests(self.digests))
-        found = [standing for name in self.registry.list_targets() for standing in once._of_target(name)]
+    def read_once(self) -> Fleet:
+        """Return the fleet as it is at one moment: each entry and file is read once."""
+        if isinstance(self.registry, ReadOnceRegistry):
+            return self
+        return replace(self, registry=ReadOnceRegistry(self.registry.root), digests=ReadOnceDigests(self.digests))
+
+    def standings(self, targets: Collection[str] | None = None) -> list[Standing]:
+        """Return every strategy of every target, or of these, the highest acceptance first, those without a value last."""
+        once = self.read_once()
+        names = [name for name in once.registry.list_targets() if targets is None or name in targets]
+        found = [standing for name in names for standing in once._of_target(name)]
         return sorted(found, key=lambda one: (one.value is None, -(one.value or 0), one.target, one.strategy))
 
     def _of_target(self, name: str) -> Iterator[Standing]:
