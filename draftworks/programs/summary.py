@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftworks.errors import ConfigError, DraftworksError
-from draftworks.evaluation.acceptance_length import NAME, SYMBOL, format_length
+from draftworks.evaluation.acceptance_length import NAME, NOTE, SYMBOL, format_length
 from draftworks.evaluation.report import text_tables
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary
 from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
@@ -263,8 +263,8 @@ def status(
 
 
 STATUS_CAPTION = (
-    f"{SYMBOL} is the {NAME}, the target's own token counted. Promised: of the draft in service, or else of the newest, on "
-    "the walk (rung 3). Served: by its servers' own counters (rung 6) when they were last read; – where none was."
+    f"{NOTE} Promised: of the draft in service, or else of the newest, on the walk (rung 3). Served: by its servers' own "
+    "counters (rung 6) when they were last read; – where none was."
 )
 
 
