@@ -188,7 +188,7 @@ def _list_uses(target: TargetSpec, registry: Registry) -> list[GpuUse]:
     if runs_here(target, registry, "train"):
         trained = {name: entry.training for name, entry in target.strategies.items()}
         uses += [GpuUse(f"strategies.{name}.training", one.device, one.processes) for name, one in trained.items()]
-    if serving.prompts and runs_here(target, registry, "serve"):
+    if any(map(serving.starts, serving.engines)) and runs_here(target, registry, "serve"):
         uses.append(GpuUse("evaluation.serving", serving.device, serving.server.gpus))
     return uses
 
@@ -204,7 +204,7 @@ def _check_work_on_a_cpu(target: TargetSpec, registry: Registry, findings: Findi
                     f"{where}: {name}: attention flex has no gradients on a CPU, and training.device auto is one here: set "
                     "options.attention to sdpa or auto"
                 )
-    asked = serving.prompts and serving.device == "auto" and runs_here(target, registry, "serve")
+    asked = serving.starts("sglang") and serving.device == "auto" and runs_here(target, registry, "serve")
     if asked and serving.compute_dtype != "float32":
         findings.warning(
             f"{where}: evaluation.serving.compute_dtype: {serving.compute_dtype}, and device auto is a CPU here, where "
@@ -320,7 +320,7 @@ def _try_to_write(folder: Path) -> str | None:
 def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:
     """Check that SGLang's environment exists and has SGLang, by its files: the programs start it, which takes seconds."""
     python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
-    backend, serves = target.capture.backend, target.evaluation.serving.prompts > 0
+    backend, serves = target.capture.backend, target.evaluation.serving.starts("sglang")
     starts_sglang = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
     if (starts_sglang or serves) and not python.is_file():
         reason = f"capture.backend {backend}" if starts_sglang else "evaluation.serving.prompts"

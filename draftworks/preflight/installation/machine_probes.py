@@ -209,7 +209,7 @@ def _list_sglang_users(registry: Registry) -> list[str]:
             continue
         backend = target.capture.backend
         starts = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
-        if starts or target.evaluation.serving.prompts > 0:
+        if starts or target.evaluation.serving.starts("sglang"):
             found.append(name)
     return found
 
