@@ -41,7 +41,7 @@ class Production:
 def production(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Production]:
     """The draft has random weights: what is tested is what is counted, not that much is accepted."""
     folder, port = tmp_path_factory.mktemp("production"), reserve_port()
-    draft = speculators_eagle3(Path(tiny_target.model), TargetParts.load(tiny_target).embedding.weight.float())
+    draft = speculators_eagle3(Path(tiny_target.model), TargetParts.load(tiny_target).embedding.float())
     speculative = {"model": str(draft.write(folder / "draft")), "method": "eagle3", "num_speculative_tokens": PROPOSED}
     options = VLLMServerOptions(
         model=tiny_target.model, revision=None, tokenizer=tiny_target.tokenizer, name="ours", context=128,
