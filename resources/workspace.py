@@ -10,6 +10,7 @@ from typing import TypeVar
 import dagster as dg
 from pydantic import Field
 
+from draftworks.capture.software import ENGINE_SOFTWARE, EnginePython
 from draftworks.config.capture import EngineInstallation, SGLangSpec, VLLMSpec
 from draftworks.config.launchers import LauncherSpec
 from draftworks.config.registry_files import CaptureSpec, DatasetSpec, TargetSpec
@@ -117,9 +118,11 @@ class Workspace(dg.ConfigurableResource):
     def _with_absolute_python(self, engine: Engine) -> Engine:
         return engine.model_copy(update={"python": os.path.abspath(self.registry.root / engine.python)})
 
-    def find_python(self, capture: CaptureSpec) -> Path | None:
+    def find_python(self, capture: CaptureSpec) -> EnginePython | None:
         """Return the interpreter of programs that load a target's engine; None for the current one."""
-        return Path(self.sglang.python) if capture.inside_sglang else None
+        installed = {"sglang": self.sglang, "vllm": self.vllm}
+        inside = capture.inside
+        return None if inside is None else EnginePython(Path(installed[inside].python), ENGINE_SOFTWARE[inside])
 
     @property
     def loop_cache(self) -> Path:

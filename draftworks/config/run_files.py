@@ -102,16 +102,16 @@ class RunFile(Spec):
     @property
     def longest_wait_s(self) -> float:
         """Longest time in seconds for which the program may wait for a server or a producer without being stalled."""
+        engines = [found for name in ("sglang", "vllm") if (found := getattr(self, name, None)) is not None]
         endpoint = getattr(getattr(self, "responses", None), "endpoint", None)
-        engines = [engine for name in ("sglang", "vllm") if (engine := getattr(self, name, None)) is not None]
-        waits = [0.0, *(wait for engine in engines for wait in (engine.start_timeout_s, engine.request_timeout_s))]
+        waits = [0.0, *(wait for each in engines for wait in (each.start_timeout_s, each.request_timeout_s))]
         stream = getattr(self, "stream", None)
         waits += [] if stream is None else [stream.settings.timeout_s]
         return max(waits if endpoint is None else [*waits, endpoint.timeout_s])
 
     @property
     def gpus_per_process(self) -> int:
-        """GPUs that each process of the program uses, on a machine that has any; more than one for SGLang that it starts."""
+        """GPUs that each process of the program uses, on a machine that has any; more than one for an engine that it starts."""
         capture, serving = getattr(self, "capture", None), getattr(self, "serving", None)
         if serving is not None:
             return serving.server.gpus
@@ -169,6 +169,7 @@ class RegenerateRun(SharedRun):
     max_length: int
     capture: CaptureSpec = Field(description="The engine that runs the target, unless `responses` names an endpoint.")
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
 
 
 class MeasureRun(RegenerateRun):
@@ -191,6 +192,7 @@ class CaptureRun(SharedRun):
     capture: CaptureSpec
     store: StoreSpec
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
 
 
 class StreamPlace(Spec):
@@ -252,6 +254,7 @@ class ProduceRun(TargetRun):
     streams: list[str] = Field(description="Names of the streams that the training reads, such as hf2 or last.")
     capture: CaptureSpec
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
     steps: StreamSteps
     stream: StreamPlace
     source: ArrivalSource | None = Field(
@@ -274,6 +277,7 @@ class ProduceRun(TargetRun):
             capture=self.capture,
             store=self.stream.store,
             sglang=self.sglang,
+            vllm=self.vllm,
         )
 
 

@@ -18,9 +18,8 @@ from draftworks.distributed.collectives import resolve_device
 from draftworks.errors import ConfigError, EngineError
 from draftworks.export.conventions import DRAFT_FOLDER, PROVENANCE
 from draftworks.programs.program import ProgramContext
-from draftworks.servers.client import Counters, Sampling, SpeculatedAnswer
+from draftworks.servers.client import Counters, GenerateRequest, Sampling, SpeculatedAnswer
 from draftworks.servers.process import ServerProcess
-from draftworks.sglang.client import GenerateRequest
 from draftworks.sglang.environment import require_cpu_speculation
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.sglang.speculation import (

@@ -63,6 +63,31 @@ class Counters:
         return Counters(self.passes - before.passes, self.tokens - before.tokens)
 
 
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A prompt with sampling parameters for it, under the names of the software that it is for."""
+
+    request_id: str
+    input_ids: Sequence[int]
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The answer of an engine to a prompt.
+
+    Attributes:
+        finish: why it ended: `stop` (an end token, which is part of `output_ids`) or `length`.
+        cached_tokens: number of tokens of the prompt that were found in the prefix cache and not computed.
+        logits: (V,), for the first token of the answer; None if not requested, or handed over with hidden states.
+    """
+
+    output_ids: tuple[int, ...]
+    finish: str
+    cached_tokens: int
+    logits: Sequence[float] | None = None
+
+
 class EngineClient:
     """Client of one server, for any number of threads.
 

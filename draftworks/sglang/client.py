@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import AbortedRequestError, CaptureError, EngineError
-from draftworks.servers.client import EngineClient
+from draftworks.servers.client import EngineClient, GenerateRequest, Generation
 from draftworks.sglang.environment import SGLANG
 from draftworks.sglang.hook import find_spool, uses_mooncake
 
@@ -43,29 +43,6 @@ class ServerInfo:
     convention: str | None = None
     attention_dp: int = 1
     mooncake: bool = False
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """A prompt with SGLang's sampling parameters for it."""
-
-    request_id: str
-    input_ids: Sequence[int]
-    sampling: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """SGLang's answer to a prompt.
-
-    Attributes:
-        finish: SGLang's finish reason: `stop` (an end token, which is part of `output_ids`) or `length`.
-        cached_tokens: number of tokens of the prompt that were found in the prefix cache and not computed.
-    """
-
-    output_ids: tuple[int, ...]
-    finish: str
-    cached_tokens: int
 
 
 class SGLangClient(EngineClient):

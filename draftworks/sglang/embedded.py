@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 import psutil
 
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
+from draftworks.servers.client import GenerateRequest, Generation
 from draftworks.servers.environment import LAUNCHER_VARIABLES
 from draftworks.servers.process import find_free_port
 from draftworks.servers.start import tie_children_to_parent
-from draftworks.sglang.client import GenerateRequest, Generation, parse_generation
+from draftworks.sglang.client import parse_generation
 from draftworks.sglang.environment import SGLANG
 from draftworks.sglang.server import ServerOptions
 

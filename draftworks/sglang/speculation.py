@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import ConfigError, EngineError
-from draftworks.servers.client import Counters, SpeculatedAnswer
+from draftworks.servers.client import Counters, GenerateRequest, SpeculatedAnswer
 from draftworks.servers.counters import PASSES, SGLANG_COUNTERS, TOKENS, parse_metrics
-from draftworks.sglang.client import GenerateRequest, SGLangClient
+from draftworks.sglang.client import SGLangClient
 
 ALGORITHM, DRAFT = "--speculative-algorithm", "--speculative-draft-model-path"
 STEPS, BRANCHES, VERIFIED = (

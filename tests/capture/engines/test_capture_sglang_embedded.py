@@ -129,7 +129,7 @@ PATIENT = SGLangSpec(start_timeout_s=HANG_S, request_timeout_s=HANG_S, grace_s=5
 
 @pytest.fixture
 def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wishes]:
-    monkeypatch.setattr("draftworks.capture.engines.sglang_engine._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("draftworks.capture.engines.parts_engine._LONGEST_WAIT_S", 0.0)
     with fake_engine(tmp_path / "site", monkeypatch) as wishes:
         yield wishes
 
