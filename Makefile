@@ -11,6 +11,7 @@
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2 GB)
+# make test-vllm          tests that run real vLLM, on CPU; it has an environment of its own (1.5 GB)
 # make test-mooncake      tests of stores and streams in a real Mooncake; that library is installed beside .venv
 # make test-cluster       tests on a real Slurm and Postgres, unpacked beside .venv from Debian's packages, and a real S3 server
 # make test-ray           tests on a real Ray cluster of two nodes on this machine; Ray is installed beside .venv
@@ -45,6 +46,7 @@ BIN := $(VENV)/bin
 SPECULATORS := .venv-speculators
 SPECFORGE := .venv-specforge
 SGLANG := .venv-sglang
+VLLM := .venv-vllm
 MOONCAKE := .venv-mooncake
 CLUSTER := .cluster
 RAY := .venv-ray
@@ -58,7 +60,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed demo-arriving demo-real ui test test-changed test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu bench-gpu-session docs reference environments lint check clean
+.PHONY: demo demo-streamed demo-arriving demo-real ui test test-changed test-long test-defects test-loaded test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-vllm vllm-env test-mooncake mooncake-env test-cluster test-ray ray-env test-trackers trackers-env test-gpu bench-gpu bench-gpu-session docs reference environments lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -92,7 +94,7 @@ test: $(VENV)/ready .dagster/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/basedpyright > $(VENV)/types.log 2>&1 & types=$$!; trap 'kill $$types' INT TERM; \
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster and not ray and not trackers'; \
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not vllm and not mooncake and not cluster and not ray and not trackers'; \
 	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
 
 test-changed: $(VENV)/ready .dagster/ready
@@ -103,7 +105,7 @@ test-changed: $(VENV)/ready .dagster/ready
 	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
 
 # Room by room: what passed in this checkout is not run again. Another start: make test-long LONG="--only data cluster".
-test-long: $(VENV)/ready $(SGLANG)/ready $(MOONCAKE)/ready $(CLUSTER)/ready $(RAY)/ready
+test-long: $(VENV)/ready $(SGLANG)/ready $(VLLM)/ready $(MOONCAKE)/ready $(CLUSTER)/ready $(RAY)/ready
 	$(BIN)/python -m tools.long_tests --libraries "$(MOONCAKE_LIBRARIES)" $(LONG)
 
 # What was noticed before is not asked again while the defect is the same: remove the file of verdicts after tests were cut.
@@ -136,6 +138,11 @@ test-sglang: $(VENV)/ready $(SGLANG)/ready $(MOONCAKE)/ready
 	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest -m 'sglang and mooncake' $$(grep -l 'mark\.mooncake' $(call marked,sglang))
 
 sglang-env: $(SGLANG)/ready
+
+test-vllm: $(VENV)/ready $(VLLM)/ready
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'vllm and not long' $(call marked,vllm)
+
+vllm-env: $(VLLM)/ready
 
 # Its system libraries are found as those of any program are: where they are unpacked beside it, by LD_LIBRARY_PATH.
 test-mooncake: $(MOONCAKE)/ready
@@ -181,7 +188,7 @@ reference: $(VENV)/ready
 environments:
 	$(MAKE) $(VENV)/docs-ready
 	$(MAKE) $(CLUSTER)/ready .dagster/ready
-	$(MAKE) -j3 $(SGLANG)/ready $(SPECULATORS)/ready $(SPECFORGE)/ready $(MOONCAKE)/ready $(TRACKERS)/ready
+	$(MAKE) -j3 $(SGLANG)/ready $(VLLM)/ready $(SPECULATORS)/ready $(SPECFORGE)/ready $(MOONCAKE)/ready $(TRACKERS)/ready
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -242,6 +249,11 @@ $(SPECFORGE)/ready: tools/specforge-requirements.txt | $(VENV)/ready
 $(SGLANG)/ready: tools/sglang-requirements.txt tools/sglang_cpu_platform/pyproject.toml $(wildcard tools/sglang_cpu_platform/draftworks_sglang_cpu/*.py) | $(VENV)/ready
 	$(make-apart)
 	$(PIP_INSTALL) --no-deps --no-build-isolation --force-reinstall tools/sglang_cpu_platform
+	@touch $@
+
+# An independent build of vLLM for CPUs, not the vLLM project's own; its pins are the whole environment.
+$(VLLM)/ready: tools/vllm-requirements.txt | $(VENV)/ready
+	$(make-apart)
 	@touch $@
 
 # Training reads from Mooncake in its own processes, so this environment is .venv and one library more: a .pth file leads

@@ -47,7 +47,7 @@ FILES = (
     *(f"tests/production/test_production_{name}.py" for name in ("observer",)),
 )
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
-ELSEWHERE = ("long", "speculators", "specforge", "sglang", "mooncake", "cluster", "ray", "trackers", "gpu")
+ELSEWHERE = ("long", "speculators", "specforge", "sglang", "vllm", "mooncake", "cluster", "ray", "trackers", "gpu")
 """Markers of tests that need what `make test` does not have."""
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".venv" / "long.json"
-KINDS = {"sglang": ".venv", "mooncake": ".venv-mooncake", "cluster": ".venv", "ray": ".venv-ray"}
+KINDS = {"sglang": ".venv", "vllm": ".venv", "mooncake": ".venv-mooncake", "cluster": ".venv", "ray": ".venv-ray"}
 """Markers of tests that need real servers, and the environment whose Python runs pytest."""
 APART = ("speculators", "specforge", "trackers", *KINDS)
 STARTING = ("capture", "deploy", "distributed", "jobs", "programs", "resources", "runtime", "sensors", "spec_assets")

@@ -271,6 +271,12 @@ COMMANDS = {
         "Show the draft in service, its state, figures and canary; with --folder, where a server finds it.",
         SERVE,
     ),
+    "exchange": CommandPlace(
+        "exchange",
+        "exchange",
+        "Have a running vLLM load the draft in service, without a restart; prints what a service hook confirms with.",
+        SERVE,
+    ),
     "decide": CommandPlace(
         "service_commands",
         "decide",
