@@ -119,9 +119,6 @@ class SpeculatorsDFlash2(DFlash2Parts, SpeculatorsDFlash):
             f"zlab_dflash2 has them. {describe_vllm_block(draft)}"
         )
 
-    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return {}
-
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         backbone = super().read_shape(config, target)
         settings = {**_SPECULATORS_DEFAULTS, **config}

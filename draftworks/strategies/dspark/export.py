@@ -45,6 +45,9 @@ class DSparkHeads(DFlashFormat):
     head_keys = _KEYS
     prefixes = BACKBONE
 
+    def count_tokens(self, draft: CanonicalDraft) -> int:
+        return draft.config["block_size"]
+
     def list_head_tensors(self, shape: DraftShape) -> Shapes:
         return _list_markov_tensors(shape) | _list_confidence_tensors(shape)
 
@@ -130,9 +133,6 @@ class SpeculatorsDSpark(DSparkHeads, SpeculatorsDFlash):
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return super().build_serve_commands(draft, folder) if _is_computed_by_vllm(draft) else {}
 
-    def count_tokens(self, draft: CanonicalDraft) -> int:
-        return draft.config["block_size"]
-
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         return {**super().build_config(draft, dtype), "sample_from_anchor": True}
 
@@ -158,6 +158,9 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
     model_class = "DSparkDraftModel"
     """Of SpecForge, and one of those that SGLang loads."""
     sglang_algorithm = "DSPARK"
+
+    def find_vllm_method(self, draft: CanonicalDraft) -> str | None:
+        return "dspark" if _is_computed_by_vllm(draft) else None
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         modes = (
