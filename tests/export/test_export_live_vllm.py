@@ -13,7 +13,8 @@ import pytest
 import torch
 from judge_process import PeerJudge
 from ladder_toys import TAPS, TTT, Answers, Ladder, MakeDraft, build_ladder, greedy_answers, make_draft
-from mtp_toys import mtp
+from mtp_toys import mtp, save_target_with_mtp
+from transformers import AutoModelForCausalLM
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.draft_io import save_draft
@@ -47,6 +48,8 @@ FORMATS = {
     "zlab_dflash": "dflash",
     "speculators_peagle": "peagle",
 }
+HEADS_ON_A_CPU = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+"""vLLM's kernel for latent attention on a CPU has one size, DeepSeek's own."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Export:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A target with its greedy answers in float64, and drafts that were trained on these."""
+    """A target with its greedy answers, and drafts that were trained on these."""
 
     folder: Path
     target: TargetFiles
@@ -70,11 +73,11 @@ class Site:
 
     @cache  # noqa: B019
     def teach(self, strategy: str) -> Ladder:
-        """Train a draft, and save it as it is served, in float32; the walk is in float64."""
+        """Train a draft, and save it as it is served, in float32; the walk is in the target's dtype."""
         made = build_ladder(self.answers, self.target, STEPS, DRAFTS[strategy])
         made.strategy.model.float()
         save_draft(self.folder / strategy, made.strategy, self.target.digest)
-        made.strategy.model.double()
+        made.strategy.model.to(self.answers.model.dtype)
         return made
 
     def export(self, strategy: str, name: str) -> Export:
@@ -141,4 +144,27 @@ def test_without_a_draft_the_answers_are_those_of_the_drafts_training(site: Site
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_live_server_accepts_what_the_walk_said(site: Site, name: str):
     export = site.export(FORMATS[name], name)
+    require_served_as_walked(export.ladder, site.serve(export.commands["vLLM, target first"], *COUNTED))
+
+
+def test_sglangs_folder_feeds_vllm_the_layers_that_the_draft_was_trained_on(site: Site):
+    """No command for vLLM is printed for it; who serves it all the same loses nothing."""
+    export = site.export("eagle3", "sglang_eagle3")
+    assert list(export.commands) == ["SGLang"]
+    [command] = [
+        line for line in site.export("eagle3", "speculators_eagle3").commands.values() if str(site.folder) in line
+    ]
+    served = site.serve(command.replace("speculators_eagle3", "sglang_eagle3"), *COUNTED)
+    require_served_as_walked(export.ladder, served)
+
+
+def test_a_live_server_accepts_what_the_walk_said_of_a_tuned_layer_of_the_targets_own(
+    tiny_folder: Path, vllm_judge: PeerJudge, tmp_path: Path
+):
+    """DeepSeek-V3's; vLLM serves no target with a linear attention and a draft on a CPU."""
+    target = save_target_with_mtp("deepseek_v3", tmp_path / "target", **HEADS_ON_A_CPU)
+    # transformers has no kernel in float64 for its experts
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
+    site = Site(tmp_path, target, greedy_answers(tiny_folder, 4, LONGEST, model), vllm_judge)
+    export = site.export("mtp", "target_mtp")
     require_served_as_walked(export.ladder, site.serve(export.commands["vLLM, target first"], *COUNTED))

@@ -351,9 +351,10 @@ class ZlabDFlash(DFlashFormat):
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         if draft.options.sliding_window is not None:
             return (
-                "SGLang whose DFlash reads `layer_types`: an older one would compute full attention without an error."
+                "SGLang whose DFlash reads `layer_types`: an older one would compute full attention without an error. And vLLM, which "
+                "counts the window from each token of a block: its last one sees up to block_size - 1 positions fewer there."
             )
-        return "SGLang with DFlash (`--speculative-algorithm DFLASH`), z-lab's own code, and vLLM: 0.32.0 has loaded such a draft."
+        return "SGLang with DFlash (`--speculative-algorithm DFLASH`), z-lab's own code, and vLLM."
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         by_sglang = {

@@ -168,9 +168,14 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
             if draft.options.confidence_head
             else "SGLANG_RAGGED_VERIFY_MODE has to stay `static`, the default: the other modes need a confidence head"
         )
+        vllm = (
+            "vLLM from 0.32 on with `method` `dspark`, on GPUs; on a CPU its model computes our tokens."
+            if _is_computed_by_vllm(draft)
+            else "Not vLLM, whose DSpark has the vanilla Markov head and no other."
+        )
         return (
             f"SGLang 0.5.23 with DSpark (`--speculative-algorithm DSPARK`), on CUDA, NPU or XPU only; {modes}. "
-            "SpecForge 0.2.0, to go on training."
+            f"{vllm} SpecForge 0.2.0, to go on training."
         )
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
