@@ -296,7 +296,8 @@ def find_server_rule(engine: str, strategy: str, args: Iterable[str] = ()) -> Ac
     words = " ".join(args)
     rows = [row for row in list_server_rules(strategy) if row.server == _ENGINES[engine]]
     asked = [row.rule for row in rows if row.flags and row.flags in words]
-    return (asked or [row.rule for row in rows if not row.flags] or ["greedy_draft"])[-1]
+    default: AcceptanceRule = "greedy_draft"
+    return [default, *(row.rule for row in rows if not row.flags), *asked][-1]
 
 
 def describe_servers(strategy: str, rule: AcceptanceRule | None) -> str:
