@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +175,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def save_family(name: str, folder: Path) -> TargetFiles:
-    """Write a model of the family with weights of its own, far enough from their start that a forgotten norm shows."""
-    family = FAMILIES[name]
+def save_family(name: str, folder: Path, **changes: Any) -> TargetFiles:
+    """Write a model of the family with weights of its own, far enough from their start that a forgotten norm shows.
+
+    Args:
+        changes: of its config.
+    """
+    family = replace(FAMILIES[name], config={**FAMILIES[name].config, **changes})
     folder.mkdir(parents=True, exist_ok=True)
     model = _random_model(family)
     model.save_pretrained(folder)
