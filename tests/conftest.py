@@ -50,7 +50,7 @@ EMPTY_PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
 )
 """A picture of one pixel."""
-SHARED = frozenset({"finished", "tiny_sglang", "sglang_judge"})
+SHARED = frozenset({"finished", "tiny_sglang", "sglang_judge", "vllm_judge"})
 """Costly fixtures of a whole session."""
 
 

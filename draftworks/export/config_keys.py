@@ -141,7 +141,7 @@ def list_layer_tensors(prefix: str, shape: DraftShape, inputs: int) -> Shapes:
 
 
 SPECULATORS_VERSION = "0.9.0"
-_METHODS = {"peagle": "eagle3"}
+_METHODS = {"peagle": "eagle3", "dflash2": "dflash"}
 """vLLM's `method` of a type, where it has another name."""
 
 
@@ -208,11 +208,23 @@ def build_vllm_commands(
     """
     if not is_read(algorithm):
         return {}
-    config = {"model": folder, "method": _METHODS.get(algorithm, algorithm), "num_speculative_tokens": tokens}
-    arguments = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
-    with_target = {"vLLM, target first": f"vllm serve {locate_model(draft.target)} --speculative-config '{arguments}'"}
     alone = not parallel and is_served_alone(algorithm, is_local=draft.target.revision is None)
+    with_target = build_vllm_command(draft, folder, _METHODS.get(algorithm, algorithm), tokens, parallel)
     return ({"vLLM": f"vllm serve {folder}"} if alone else {}) | with_target
+
+
+def build_vllm_command(
+    draft: CanonicalDraft, folder: str, method: str, tokens: int, parallel: bool = False
+) -> dict[str, str]:
+    """Return vLLM's command line with target and draft, by its name.
+
+    Args:
+        method: vLLM's name for the way of drafting, which it would else guess by words in the path of the draft.
+        parallel: see `build_vllm_commands`.
+    """
+    config = {"model": folder, "method": method, "num_speculative_tokens": tokens}
+    arguments = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
+    return {"vLLM, target first": f"vllm serve {locate_model(draft.target)} --speculative-config '{arguments}'"}
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from draftworks.drafts.draft_io import save_draft
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft, Checkpoint, read_checkpoint, read_object
-from draftworks.export.conventions import NORM_OUTPUT_MEANS, PROVENANCE
+from draftworks.export.conventions import LAYER_IDS_MEAN, NORM_OUTPUT_MEANS, PROVENANCE
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes, list_formats, load_format
 from draftworks.export.gates import find_vocabulary_problem
 from draftworks.storage.files import describe_changes, publish_folder
@@ -50,7 +50,13 @@ class ImportedDraft:
     remarks: tuple[str, ...] = ()
 
 
-def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means: str | None = None) -> ImportedDraft:
+def import_draft(
+    source: Path,
+    target: TargetFiles,
+    out: Path,
+    norm_output_means: str | None = None,
+    layer_ids_mean: str | None = None,
+) -> ImportedDraft:
     """Import a checkpoint, of whatever known format, as a canonical draft into `out`, a new folder, complete or absent.
 
     Known are our own drafts, speculators (EAGLE-3, P-EAGLE, DFlash, DFlash 2, DSpark), SGLang's EAGLE-3 with its relatives from
@@ -60,16 +66,18 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
     Args:
         norm_output_means: `specforge` (0.2.0) or `sglang`, where an EAGLE-3 draft of SGLang's layout has this key, which
             has two meanings; default what its config.json says, or else SpecForge.
+        layer_ids_mean: `sglang` or `vllm`, by whom the layer ids of such a draft are to be understood; default what its
+            config.json says.
 
     Raises:
-        ConfigError: `out` exists, and is left as it is; not one of these; a draft that computes what no strategy here
+        ConfigError: `out` exists, and is left as it is; not one of these; layer ids that mean either of two things; a draft that computes what no strategy here
             does; or one for a target of other sizes.
         StoreError: a file is missing or damaged, or tensors are missing, unknown or contradict each other.
     """
     _require_new(out)
     config = read_object(source / CONFIG)
-    if norm_output_means is not None:
-        config[NORM_OUTPUT_MEANS] = norm_output_means
+    meant = {NORM_OUTPUT_MEANS: norm_output_means, LAYER_IDS_MEAN: layer_ids_mean}
+    config |= {key: means for key, means in meant.items() if means is not None}
     if {"strategy", "draft", "weights_digest"} <= config.keys():
         return _import_own(source, target, out)
     export_format = recognise_format(source, config)

@@ -191,7 +191,7 @@ def _list_uses(target: TargetSpec, registry: Registry) -> list[GpuUse]:
     if runs_here(target, registry, "train"):
         trained = {name: entry.training for name, entry in target.strategies.items()}
         uses += [GpuUse(f"strategies.{name}.training", one.device, one.processes) for name, one in trained.items()]
-    if serving.prompts and runs_here(target, registry, "serve"):
+    if any(map(serving.starts, serving.engines)) and runs_here(target, registry, "serve"):
         uses.append(GpuUse("evaluation.serving", serving.device, serving.server.gpus))
     return uses
 
@@ -207,7 +207,7 @@ def _check_work_on_a_cpu(target: TargetSpec, registry: Registry, findings: Findi
                     f"{where}: {name}: attention flex has no gradients on a CPU, and training.device auto is one here: set "
                     "options.attention to sdpa or auto"
                 )
-    asked = serving.prompts and serving.device == "auto" and runs_here(target, registry, "serve")
+    asked = serving.starts("sglang") and serving.device == "auto" and runs_here(target, registry, "serve")
     if asked and serving.compute_dtype != "float32":
         findings.warning(
             f"{where}: evaluation.serving.compute_dtype: {serving.compute_dtype}, and device auto is a CPU here, where "
@@ -325,7 +325,8 @@ def explain_start(target: TargetSpec, software: EngineSoftware) -> str:
     capture, serving = target.capture, target.evaluation.serving
     if capture.starts_engine and capture.software == software.key:
         return f"capture.backend {capture.backend}"
-    return "evaluation.serving.prompts" if serving.prompts and software is SGLANG else ""
+    serves = any(engine == software.key and serving.starts(engine) for engine in serving.engines)
+    return "evaluation.serving.prompts" if serves else ""
 
 
 def locate_python(registry: Registry, software: EngineSoftware) -> Path:

@@ -223,6 +223,12 @@ COMMANDS = {
     "summary": CommandPlace(
         "summary", "summary", "Show what exists for a target: every result, and the acceptance of its drafts.", SEE
     ),
+    "status": CommandPlace(
+        "summary",
+        "status",
+        "Show every draft: promised and served acceptance, and what a person should do, the most urgent first.",
+        SEE,
+    ),
     "leaderboard": CommandPlace(
         "summary",
         "leaderboard",

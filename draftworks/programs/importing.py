@@ -27,6 +27,12 @@ def import_checkpoint(
         str | None,
         typer.Option(help="specforge or sglang: by whom `norm_output` of an EAGLE-3 draft is to be understood."),
     ] = None,
+    layer_ids_mean: Annotated[
+        str | None,
+        typer.Option(
+            help="sglang or vllm: by whom an EAGLE-3 draft's `eagle_aux_hidden_state_layer_ids` are to be understood."
+        ),
+    ] = None,
     registry: RegistryOption = CHECKOUT_REGISTRY,
 ) -> None:
     """Import a checkpoint of other software as a draft, to measure or train it; prints the registry entry for it."""
@@ -37,7 +43,7 @@ def import_checkpoint(
         digests = FileDigests(found.resolve_var_folder() / "digests.json")
         spec = found.load_target(target)
         ensure_converted(spec, found, digests, partial(typer.echo, err=True))
-        imported = import_draft(source, resolve_target(spec, found, digests), out, norm_output_means)
+        imported = import_draft(source, resolve_target(spec, found, digests), out, norm_output_means, layer_ids_mean)
     except DraftworksError as error:
         raise report_error(error) from None
     defaults = resolve_strategy(imported.strategy).options().model_dump()

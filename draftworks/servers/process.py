@@ -29,6 +29,8 @@ _LOG_TAIL_BYTES = 32 << 10
 _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 10
 _LOG_EVERY_S = 30.0
+_DYING_S = 5.0
+"""A server whose engine ended still answers for a moment, with errors."""
 log = logging.getLogger(__name__)
 
 
@@ -150,6 +152,18 @@ class ServerProcess(ABC, Generic[Options]):
         psutil.wait_procs(tree, timeout=self._grace_s)
         self._process = None
 
+    def explain(self, error: EngineError) -> EngineError:
+        """Return what is to be told of a request that failed: the end of the server, if it is that."""
+        with suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(min(self._grace_s, _DYING_S))
+        return error if self.is_running() else EngineError(self._describe_end(f"while it answered ({error})"))
+
+    def _describe_end(self, when: str) -> str:
+        code = None if self._process is None else self._process.returncode
+        name = self.SOFTWARE.name
+        return f"{name} ended with code {code} {when}. The end of {self.log}:\n{self.read_log_tail()}"
+
     def read_log_tail(self) -> str:
         """Return the last lines of the server's log, indented."""
         with self.log.open("rb") as stream:
@@ -189,10 +203,7 @@ class ServerProcess(ABC, Generic[Options]):
                     "%s has been starting for %.0f s; its own messages are in %s", name, logged - started, self.log
                 )
             if not self.is_running():
-                code = self._process.returncode if self._process else None
-                raise EngineError(
-                    f"{name} ended with code {code} before it was ready. The end of {self.log}:\n{self.read_log_tail()}"
-                )
+                raise EngineError(self._describe_end("before it was ready"))
             if self._is_ready():
                 return
             time.sleep(_POLL_S)

@@ -125,6 +125,11 @@ class VLLMClient(EngineClient):
         """
         metrics = parse_metrics(self._get_metrics(), VLLM_COUNTERS.wanted)
         passes, tokens = VLLM_COUNTERS.counters[PASSES], VLLM_COUNTERS.others[TOKENS]
+        if passes not in metrics:
+            raise EngineError(
+                f"{self._where}: expected {passes} in /metrics, found none of its counters: expected a server with "
+                "--speculative-config and without --disable-log-stats"
+            )
         return Counters(metrics.read_counter(passes), metrics.read_counter(tokens))
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from export_toys import FORMATS, Toys
+from judge_process import SGLANG, VLLM, PeerJudge, running_judge
 from safetensors.torch import load_file
-from sglang_judge_process import SGLangJudge, running_judge
 from speculators_judge import Case, Findings, Question, judge
 
 from draftworks.export.exporting import export_draft
@@ -55,10 +55,16 @@ def speculators_judge(
 
 
 @pytest.fixture(scope="session")
-def sglang_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangJudge]:
+def sglang_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerJudge]:
     """SGLang's own code, imported once for all that ask it."""
-    python = ROOT / ".venv-sglang" / "bin" / "python"
-    with running_judge(python, tmp_path_factory.mktemp("sglang-judge")) as judge:
+    with running_judge(SGLANG, ROOT, tmp_path_factory.mktemp("sglang-judge")) as judge:
+        yield judge
+
+
+@pytest.fixture(scope="session")
+def vllm_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerJudge]:
+    """vLLM's own code, imported once for all that ask it."""
+    with running_judge(VLLM, ROOT, tmp_path_factory.mktemp("vllm-judge")) as judge:
         yield judge
 
 

@@ -1,4 +1,4 @@
-"""Builds SGLang's configuration of exported drafts: a judge of sglang_judge.py, under SGLang's own Python.
+"""Builds SGLang's configuration of exported drafts: a judge of judges.py, under SGLang's own Python.
 
 Returns for each folder what the class that its server builds for a draft model says, or {"refused": reason}.
 """

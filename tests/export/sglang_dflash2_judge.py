@@ -1,4 +1,4 @@
-"""Runs SGLang's model on exported DFlash 2 drafts: a judge of sglang_judge.py, under SGLang's own Python.
+"""Runs SGLang's model on exported DFlash 2 drafts: a judge of judges.py, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with `embedding`, `head`, and for every question i `features.{i}` (n, taps · H),
 `anchor.{i}` (1,) and `uniforms.{i}` (places,). SGLang's model loads the files, turns the features into keys and values, and

@@ -1,4 +1,4 @@
-"""Runs SGLang's code on exported Domino drafts: a judge of sglang_judge.py, under SGLang's own Python.
+"""Runs SGLang's code on exported Domino drafts: a judge of judges.py, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with `rows` (n, block, H), `anchors` (n,), `embedding` and `head`. Returns the proposals
 for every folder.

@@ -1,4 +1,4 @@
-"""Runs SGLang's model on exported LiLiCorr drafts: a judge of sglang_judge.py, under SGLang's own Python.
+"""Runs SGLang's model on exported LiLiCorr drafts: a judge of judges.py, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with the questions of `test_export_sglang_blocks.py`. SGLang's model loads the
 files and runs the block, with its convolutions if it has them; its head takes the best path through the candidates. Only

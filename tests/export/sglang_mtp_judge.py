@@ -1,4 +1,4 @@
-"""Runs SGLang's model on exported MTP layers: a judge of sglang_judge.py, under SGLang's own Python.
+"""Runs SGLang's model on exported MTP layers: a judge of judges.py, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with `embedding`, `head`, and for every question i `last.{i}` (n, H), `following.{i}`
 (n,) and `drawn.{i}` (k,). The class that SGLang's server takes for such a draft loads the files, and says a token's

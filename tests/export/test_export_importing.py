@@ -106,6 +106,20 @@ def test_layers_that_vllm_would_take_for_others_are_named(toys: Toys):
     assert read.list_remarks(ours, {}) == read.list_remarks({}, {}) == []
 
 
+@pytest.mark.parametrize(("means", "layers"), [("sglang", [3, 4, 5]), ("vllm", [2, 3, 4])])
+def test_layers_of_either_meaning_are_whose_one_says(toys: Toys, tmp_path: Path, means: str, layers: list[int]):
+    """A trainer that writes SGLang's layout for vLLM's runner is not told from SpecForge by any key."""
+    ids = {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
+
+    def of_a_peer(config: Config) -> None:
+        config |= {"eagle_config": ids, **ids}
+
+    source = changed(toys.folder / "sglang_eagle3", tmp_path / "foreign", config=of_a_peer)
+    found = import_draft(source, toys.target, tmp_path / "imported", layer_ids_mean=means)
+    assert found.options["layer_ids"] == layers
+    assert f"[2, 3, 4] was read as {'SGLang' if means == 'sglang' else 'vLLM'} means it" in str(found.remarks)
+
+
 @pytest.mark.parametrize("kind", ["anchor", "anchor_both_ways"])
 @pytest.mark.parametrize("strategy", ["dflash", "dflash2", "dspark", "xpress"])
 def test_windows_that_speculators_trains_by_default_go_out_and_come_in(

@@ -60,6 +60,8 @@ def halve_embedding(tensors: Tensors) -> None:
     tensors[EMBEDDING] = tensors[EMBEDDING][:20].clone()
 
 
+NEITHER = {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
+"""Not the default list of a server, in its own meaning."""
 REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any], str]] = {
     "not a draft": (
         "sglang_eagle3",
@@ -114,6 +116,18 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any],
         nothing,
         having(norm_output=True, norm_output_means="vllm"),
         "norm_output_means: expected specforge or sglang, found 'vllm'",
+    ),
+    "layers of either meaning": (
+        "sglang_eagle3",
+        nothing,
+        lambda c: (c.pop("eagle_aux_hidden_state_layer_ids"), c["eagle_config"].update(NEITHER)),
+        r"eagle_config\.eagle_aux_hidden_state_layer_ids \[2, 3, 4\] are layers to SGLang .* --layer-ids-mean sglang or",
+    ),
+    "a third meaning of layers": (
+        "sglang_eagle3",
+        nothing,
+        having(layer_ids_mean="trtllm"),
+        "layer_ids_mean: expected sglang or vllm, found trtllm",
     ),
     "normed residual": ("sglang_eagle3", nothing, having(norm_before_residual=True), "norm_before_residual: true"),
     "residual left open": (

@@ -9,22 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from export_toys import HIDDEN, VOCAB, Toys
+from block_questions import CONTEXTS, Question, export_with_questions
+from export_toys import Toys
+from judge_process import PeerJudge
 from safetensors.torch import load_file, save_file
-from sglang_judge_process import SGLangJudge
-from torch import Tensor
 
-from draftworks.drafts.strategy import DraftStrategy
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import load_format
-from draftworks.export.exporting import export_draft
 from draftworks.export.gates import check_export, open_export
 from draftworks.export.readers.reader import ExportReader, TargetTensors
 
 pytestmark = pytest.mark.sglang
 
-CONTEXTS = (1, 2, 3, 5, 8, 9, 14, 20, 21, 30)
-"""Their lengths, one for each question."""
 TEMPERATURE = 0.7
 FORMATS = {"dspark": "zlab_dspark", "dflash2": "zlab_dflash2", "lilicorr": "sglang_lilicorr"}
 DSPARK: dict[str, dict[str, Any]] = {
@@ -52,15 +48,6 @@ SILENT = "markov_head.markov_w2.weight"
 
 
 @dataclass(frozen=True)
-class Question:
-    """A context that a draft was asked about, and what it proposed itself."""
-
-    features: dict[str, Tensor]
-    known: Tensor
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
 class Answers:
     """Of every draft, by its name: the questions, and the judge's answers."""
 
@@ -74,42 +61,6 @@ class Answers:
         return open_export(FORMATS[STRATEGIES[name]], self.toys.folder / name, target, torch.float32)
 
 
-def move_weights(strategy: DraftStrategy, generator: torch.Generator) -> None:
-    """So that neither the mask token nor one token alone decides the proposal."""
-    with torch.no_grad():
-        for name, weight in strategy.model.named_parameters():
-            if strategy.name != "dspark" and "norm" not in name:
-                weight.mul_(2).add_(0.1 * torch.randn(weight.shape, generator=generator))
-            elif "norm" not in name and not name.startswith("confidence_head"):
-                weight.mul_(4)
-
-
-def export_with_questions(toys: Toys, strategy: DraftStrategy, name: str) -> list[Question]:
-    """Export a draft as folder `name`, and write `name.safetensors` beside it.
-
-    That has `embedding`, `head`, and for every question i `features.{i}` (n, taps · H), `anchor.{i}` (1,) and `uniforms.{i}`
-    (places,).
-    """
-    generator = torch.Generator().manual_seed(6)
-    move_weights(strategy, generator)
-    draft = toys.saved(strategy, f"draft-{name}")
-    assert export_draft(draft, FORMATS[strategy.name], toys.folder / name, "float32").passed
-    saved = draft.build_strategy()
-    asked = {"embedding": draft.parts.embedding.float(), "head": draft.parts.head.float()}
-    questions = []
-    for number, rows in enumerate(CONTEXTS):
-        features = {tap.name: torch.randn(rows, HIDDEN, generator=generator) for tap in draft.taps}
-        known = torch.randint(VOCAB, (rows,), generator=generator)
-        asked |= {f"features.{number}": torch.cat(list(features.values()), dim=-1), f"anchor.{number}": known[-1:]}
-        asked[f"uniforms.{number}"] = torch.rand(saved.draft_tokens, generator=generator)
-        drafter = saved.drafter()
-        drafter.extend(features, known)
-        proposed = drafter.propose(saved.draft_tokens, temperature=0.0, generator=None).tokens.tolist()
-        questions.append(Question(features, known, proposed))
-    save_file(asked, toys.folder / f"{name}.safetensors")
-    return questions
-
-
 def write_silent_copy(source: Path, folder: Path) -> None:
     """Write a copy without the tensor `SILENT`, with the same questions."""
     shutil.copytree(source, folder)
@@ -120,12 +71,14 @@ def write_silent_copy(source: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def answers(sglang_judge: SGLangJudge, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def answers(sglang_judge: PeerJudge, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     toys, ours, theirs = Toys.make(tmp_path_factory.mktemp("sglang")), {}, {}
     for strategy, drafts in (("dspark", DSPARK), ("dflash2", DFLASH2), ("lilicorr", LILICORR)):
         sizes = {"block_size": 6} if strategy == "dspark" else {}
         for name, options in drafts.items():
-            ours[name] = export_with_questions(toys, toys.strategy(strategy, **sizes | options), name)
+            ours[name] = export_with_questions(
+                toys, toys.strategy(strategy, **sizes | options), name, FORMATS[strategy]
+            )
         names = [*drafts]
         if strategy == "dspark":
             write_silent_copy(toys.folder / "vanilla", toys.folder / "silent")

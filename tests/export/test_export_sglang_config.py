@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from export_toys import FORMATS, HIDDEN, VOCAB, Toys
-from sglang_judge_process import SGLangJudge
+from judge_process import PeerJudge
 
 from draftworks.export.exporting import export_draft
 
@@ -24,7 +24,7 @@ LAYERS = {"sglang_eagle3": 1}
 
 
 @pytest.mark.sglang
-def test_the_server_reads_every_export_as_the_draft_is(sglang_judge: SGLangJudge, tmp_path: Path):
+def test_the_server_reads_every_export_as_the_draft_is(sglang_judge: PeerJudge, tmp_path: Path):
     toys = Toys.make(tmp_path)
     for name in ARCHITECTURES:
         export_draft(toys.draft(FORMATS[name], name=f"draft-{name}"), name, tmp_path / name, "bfloat16")
@@ -45,7 +45,7 @@ def test_the_server_reads_every_export_as_the_draft_is(sglang_judge: SGLangJudge
 
 
 @pytest.mark.sglang
-def test_what_no_server_loads_is_refused_by_its_class_too(sglang_judge: SGLangJudge, tmp_path: Path):
+def test_what_no_server_loads_is_refused_by_its_class_too(sglang_judge: PeerJudge, tmp_path: Path):
     """Shows that the judge does not accept every configuration."""
     toys = Toys.make(tmp_path)
     export_draft(toys.draft("eagle3"), "sglang_eagle3", tmp_path / "out", "bfloat16")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from export_toys import HIDDEN, VOCAB, Toys
+from judge_process import PeerJudge
 from safetensors.torch import save_file
-from sglang_judge_process import SGLangJudge
 
 from draftworks.export.exporting import export_draft
 from draftworks.strategies.dflash.model import BlockStates
@@ -31,7 +31,7 @@ def exported(toys: Toys, shift_label: bool) -> list[list[int]]:
 
 
 @pytest.mark.sglang
-def test_sglang_rolls_out_the_tokens_that_the_draft_proposes(sglang_judge: SGLangJudge, tmp_path: Path):
+def test_sglang_rolls_out_the_tokens_that_the_draft_proposes(sglang_judge: PeerJudge, tmp_path: Path):
     toys = Toys.make(tmp_path)
     ours = [exported(toys, shift_label) for shift_label in (True, False)]
     assert sglang_judge.ask("domino", [tmp_path / "shift-True", tmp_path / "shift-False"]) == ours

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from judge_process import PeerJudge
 from mtp_toys import HIDDEN, VOCAB, save_tuned
 from safetensors.torch import save_file
-from sglang_judge_process import SGLangJudge
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
@@ -55,7 +55,7 @@ def write_rope_beside(file: Path) -> None:
 
 @pytest.mark.sglang
 def test_sglang_computes_what_the_reader_of_the_files_does(
-    sglang_judge: SGLangJudge, mtp_target: Callable[[str], TargetFiles], tmp_path: Path
+    sglang_judge: PeerJudge, mtp_target: Callable[[str], TargetFiles], tmp_path: Path
 ):
     torch.set_num_threads(1)
     ours = {kind: exported(mtp_target(kind), tmp_path / kind) for kind in ARCHITECTURES}

@@ -48,7 +48,7 @@ def test_a_command_is_printed_where_every_release_takes_it(toys: Toys, name: str
     commands = list_vllm_commands(toys, name, local)
     assert not commands or is_read(kind)
     assert "vLLM" not in commands or is_served_alone(kind, local)
-    assert ("vLLM, target first" in commands) == (is_read(kind) and name != "speculators_dflash2")
+    assert ("vLLM, target first" in commands) == is_read(kind)
 
 
 @pytest.mark.parametrize("name", ["speculators_mtp", "speculators_xpress"])

@@ -150,9 +150,14 @@ SETTINGS = [
     Settings(
         ServingSpec(),
         own,
-        {"prompts", "concurrency", "compute_dtype", "format", "tolerance", "server"},
+        {"prompts", "concurrency", "compute_dtype", "format", "tolerance", "server", "engines", "urls", "temperatures"},
         {"device"},
-        {"server": StartedServer(tp_size=2)},
+        {
+            "server": StartedServer(tp_size=2),
+            "engines": ["sglang", "vllm"],
+            "urls": {"sglang": "http://127.0.0.1:1"},
+            "temperatures": [0.6],
+        },
     ),
     Settings(
         StartedServer(),

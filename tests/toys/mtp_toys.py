@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from model_families import HIDDEN, LAYERS, VOCAB, save_family
@@ -30,9 +31,13 @@ _DEEPSEEK = (f"{_OWN}eh_proj", f"{_OWN}hnorm", f"{_OWN}enorm", f"{_OWN}shared_he
 """Names of the projection, the norms of state, token and output, and what those of the layer begin with."""
 
 
-def save_target_with_mtp(kind: str, folder: Path) -> TargetFiles:
-    """Write a target of a family with an MTP layer of tensors like those of its last layer, in a second file."""
-    target = save_family(kind, folder)
+def save_target_with_mtp(kind: str, folder: Path, **changes: Any) -> TargetFiles:
+    """Write a target of a family with an MTP layer of tensors like those of its last layer, in a second file.
+
+    Args:
+        changes: of the target's config.
+    """
+    target = save_family(kind, folder, **changes)
     write_mtp(kind, folder)
     return digest_target_files(target)
 

@@ -15,6 +15,7 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.config_keys import (
     build_layer_keys,
     build_speculators_keys,
+    build_vllm_command,
     build_vllm_commands,
     is_speculators,
     list_layer_tensors,
@@ -65,6 +66,10 @@ class DFlashFormat(ExportFormat):
     head_keys: ClassVar[Mapping[str, str]] = {}
     prefixes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     model_class: ClassVar[str]
+
+    def count_tokens(self, draft: CanonicalDraft) -> int:
+        """Return how many tokens servers ask for."""
+        return draft.config["block_size"] - 1
 
     def list_head_options(self, draft: CanonicalDraft) -> dict[str, Any]:
         """Return the options of the head of one of our drafts that decide what it computes."""
@@ -267,10 +272,6 @@ class SpeculatorsDFlash(DFlashFormat):
     model_class = "DFlashSpeculator"
     both_ways = False
 
-    def count_tokens(self, draft: CanonicalDraft) -> int:
-        """Return how many tokens servers ask for."""
-        return draft.config["block_size"] - 1
-
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         if draft.options.sliding_window is not None:
             return (
@@ -337,22 +338,33 @@ class SpeculatorsDFlash(DFlashFormat):
 
 
 class ZlabDFlash(DFlashFormat):
+    """The layout of z-lab's own drafts."""
+
     name = "zlab_dflash"
     model_class = "DFlashDraftModel"
     sglang_algorithm = "DFLASH"
 
+    def find_vllm_method(self, draft: CanonicalDraft) -> str | None:
+        """Return vLLM's name for drafting with such a file; None where it would compute another draft."""
+        return "dflash"
+
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         if draft.options.sliding_window is not None:
             return (
-                "SGLang whose DFlash reads `layer_types`: an older one would compute full attention without an error."
+                "SGLang whose DFlash reads `layer_types`: an older one would compute full attention without an error. And vLLM, which "
+                "counts the window from each token of a block: its last one sees up to block_size - 1 positions fewer there."
             )
-        return "SGLang with DFlash (`--speculative-algorithm DFLASH`), z-lab's own code, and vLLM: 0.32.0 has loaded such a draft."
+        return "SGLang with DFlash (`--speculative-algorithm DFLASH`), z-lab's own code, and vLLM."
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return {
+        by_sglang = {
             "SGLang": f"python -m sglang.launch_server --model-path {locate_model(draft.target)} "
             f"--speculative-algorithm {self.sglang_algorithm} --speculative-draft-model-path {folder}"
         }
+        method = self.find_vllm_method(draft)
+        if method is None:
+            return by_sglang
+        return by_sglang | build_vllm_command(draft, folder, method, self.count_tokens(draft))
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         config = draft.config

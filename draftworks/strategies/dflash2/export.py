@@ -53,11 +53,11 @@ class DFlash2Parts(DFlashFormat):
 
 
 def describe_vllm_block(draft: CanonicalDraft) -> str:
-    """Return what one has to tell vLLM, by its sources: 0.32 and 0.33 take 1 + num_speculative_tokens as the block."""
+    """Return what one has to tell vLLM: 0.32 and 0.33 take 1 + num_speculative_tokens as the block."""
     tokens = draft.config["block_size"] - 1
     return (
-        f"vLLM (read in its sources, not tried) takes 1 + num_speculative_tokens as the convolutions' block: ask for {tokens}, "
-        "on a GPU."
+        f"vLLM takes 1 + num_speculative_tokens as the convolutions' block: ask for {tokens}. It serves such a draft on a GPU; on a "
+        "CPU its model computes our tokens, and its runner refuses it."
     )
 
 
@@ -118,9 +118,6 @@ class SpeculatorsDFlash2(DFlash2Parts, SpeculatorsDFlash):
             "speculators 0.9.0, and vLLM from 0.32 on. Not SGLang 0.5.23, which looks for the sizes in `dflash_config`, as "
             f"zlab_dflash2 has them. {describe_vllm_block(draft)}"
         )
-
-    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return {}
 
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         backbone = super().read_shape(config, target)

@@ -32,6 +32,10 @@ class ZlabDomino(ZlabDFlash):
     head_keys = dict(zip(_OPTIONS, _OPTIONS))
     prefixes = {**BACKBONE, "correction.": ("prefix_gru", "embed_proj")}
 
+    def find_vllm_method(self, draft: CanonicalDraft) -> str | None:
+        """See the base. The class name is DFlash's, and vLLM knows no correction."""
+        return None
+
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         return (
             "SGLang 0.5.23 with Domino (`--speculative-algorithm DFLASH`), on CUDA and in bfloat16 only. It corrects 2,048 candidates "

@@ -45,6 +45,9 @@ class DSparkHeads(DFlashFormat):
     head_keys = _KEYS
     prefixes = BACKBONE
 
+    def count_tokens(self, draft: CanonicalDraft) -> int:
+        return draft.config["block_size"]
+
     def list_head_tensors(self, shape: DraftShape) -> Shapes:
         return _list_markov_tensors(shape) | _list_confidence_tensors(shape)
 
@@ -130,9 +133,6 @@ class SpeculatorsDSpark(DSparkHeads, SpeculatorsDFlash):
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return super().build_serve_commands(draft, folder) if _is_computed_by_vllm(draft) else {}
 
-    def count_tokens(self, draft: CanonicalDraft) -> int:
-        return draft.config["block_size"]
-
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         return {**super().build_config(draft, dtype), "sample_from_anchor": True}
 
@@ -159,15 +159,23 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
     """Of SpecForge, and one of those that SGLang loads."""
     sglang_algorithm = "DSPARK"
 
+    def find_vllm_method(self, draft: CanonicalDraft) -> str | None:
+        return "dspark" if _is_computed_by_vllm(draft) else None
+
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         modes = (
             "it looks at the confidences only where SGLANG_RAGGED_VERIFY_MODE is not `static`, the default"
             if draft.options.confidence_head
             else "SGLANG_RAGGED_VERIFY_MODE has to stay `static`, the default: the other modes need a confidence head"
         )
+        vllm = (
+            "vLLM from 0.32 on with `method` `dspark`, on GPUs; on a CPU its model computes our tokens."
+            if _is_computed_by_vllm(draft)
+            else "Not vLLM, whose DSpark has the vanilla Markov head and no other."
+        )
         return (
             f"SGLang 0.5.23 with DSpark (`--speculative-algorithm DSPARK`), on CUDA, NPU or XPU only; {modes}. "
-            "SpecForge 0.2.0, to go on training."
+            f"{vllm} SpecForge 0.2.0, to go on training."
         )
 
     def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:

@@ -29,7 +29,14 @@ from draftworks.export.config_keys import (
     read_layer_sizes,
     require,
 )
-from draftworks.export.conventions import NORM_OUTPUT_MEANS, PROVENANCE, from_format, name_releases, to_format
+from draftworks.export.conventions import (
+    LAYER_IDS_MEAN,
+    NORM_OUTPUT_MEANS,
+    PROVENANCE,
+    from_format,
+    name_releases,
+    to_format,
+)
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
 from draftworks.sglang.layers import from_eagle3_ids, read_architecture, to_eagle3_ids
 from draftworks.storage.identity import LayerTap
@@ -197,7 +204,7 @@ class SglangEagle3(Eagle3Format):
         return "LlamaForCausalLMEagle3" in (config.get("architectures") or []) and not is_speculators(config)
 
     def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
-        where, eagle = "config.json", config.get("eagle_config") or {}
+        where = "config.json"
         parallel = [key for key in _PARALLEL if config.get(key) is not None]
         if parallel:
             raise ConfigError(
@@ -214,7 +221,7 @@ class SglangEagle3(Eagle3Format):
         return require_one_layer(
             DraftShape(
                 strategy=self.strategy,
-                taps=_parse_taps(eagle.get(_LAYER_IDS), config.get(_LAYER_IDS), target),
+                taps=_read_taps(config, target),
                 draft_vocab_size=config.get("draft_vocab_size") or require(config, "vocab_size", where),
                 options=PLAIN | norms,
                 **read_layer_sizes(config, where),
@@ -246,18 +253,23 @@ class SglangEagle3(Eagle3Format):
 
 
 def _list_layer_remarks(config: Mapping[str, Any]) -> list[str]:
-    """Return what vLLM would make of ids that are meant for SGLang; nothing where the file names layers for both."""
+    """Return how layer ids of others were read, and what the other server would make of them."""
     ids, of_vllm = (config.get("eagle_config") or {}).get(_LAYER_IDS), config.get(_LAYER_IDS)
-    if of_vllm and not ids:
-        return [
-            f"{_LAYER_IDS} {of_vllm} was read as vLLM means it, as indices of hidden_states: SGLang reads no layers there"
-        ]
-    if not ids or of_vllm not in (None, ids) or (of_vllm and PROVENANCE in config):
+    if not (ids or of_vllm) or _is_ours(config) or (ids and of_vllm not in (None, ids)):
         return []
+    if config.get(LAYER_IDS_MEAN) == "vllm" or not ids:
+        return [
+            f"{_LAYER_IDS} {ids or of_vllm} was read as vLLM means it, as indices of hidden_states: SGLang reads none at the top "
+            "level, and takes those of eagle_config for layers, one more. Serve it the export of the imported draft"
+        ]
     return [
         f"eagle_config.{_LAYER_IDS} {ids} was read as SGLang means it, as layers. vLLM takes such ids for indices of "
         "hidden_states and feeds this file other layers without a word: serve it the export of the imported draft"
     ]
+
+
+def _is_ours(config: Mapping[str, Any]) -> bool:
+    return "draftworks" in (config.get(PROVENANCE) or {})
 
 
 def _read_norm_output(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,16 +282,43 @@ def _read_norm_output(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_norm_output_means(config: Mapping[str, Any]) -> str:
     """Return whose meaning of `norm_output` applies: SGLang's in our own exports, some of which once had the key."""
-    ours = "draftworks" in (config.get(PROVENANCE) or {})
-    means = config.get(NORM_OUTPUT_MEANS, "sglang" if ours else "specforge")
+    means = config.get(NORM_OUTPUT_MEANS, "sglang" if _is_ours(config) else "specforge")
     if means not in ("specforge", "sglang"):
         raise ConfigError(f"config.json: {NORM_OUTPUT_MEANS}: expected specforge or sglang, found {means!r}")
     return means
 
 
-def _parse_taps(of_sglang: list[int] | None, of_vllm: list[int] | None, target: TargetFiles) -> tuple[LayerTap, ...]:
-    """Return the taps of `eagle_config`, else those of the top level, which vLLM alone reads, else the default ones."""
-    if not of_sglang:
-        return from_format("speculators_eagle3", of_vllm) if of_vllm else choose_default_taps(target)
-    from_format(SglangEagle3.name, of_sglang)  # refuses what is no list of ascending ids
-    return from_eagle3_ids(of_sglang, read_architecture(target))
+def _read_taps(config: Mapping[str, Any], target: TargetFiles) -> tuple[LayerTap, ...]:
+    """Return the taps that the ids of a config.json name, or the default ones.
+
+    Of the two places SGLang reads `eagle_config` alone, and vLLM both, the top level first. So ids at the top level alone are
+    vLLM's, and other ids there than in `eagle_config` say that the latter are SGLang's. SGLang's default list names the
+    default taps in SGLang's meaning only.
+
+    Raises:
+        ConfigError: ids that either could mean, and no word on whose they are; no list of ascending ids.
+    """
+    ids, of_vllm = (config.get("eagle_config") or {}).get(_LAYER_IDS), config.get(_LAYER_IDS)
+    if not (ids or of_vllm):
+        return choose_default_taps(target)
+    found, means = ids or of_vllm, config.get(LAYER_IDS_MEAN)
+    from_format(SglangEagle3.name, found)  # refuses what is no list of ascending ids
+    if means is None and not ids:
+        means = "vllm"
+    if means is None and _are_of_sglang(config, found, of_vllm, target):
+        means = "sglang"
+    if means not in ("sglang", "vllm"):
+        raise ConfigError(
+            f"config.json: {LAYER_IDS_MEAN}: expected sglang or vllm, found {means or 'nothing'}. eagle_config.{_LAYER_IDS} {found} are layers "
+            "to SGLang and SpecForge, and indices of hidden_states, one more than the layer, to vLLM; the file does not say with "
+            "which of them the draft was trained: import it with --layer-ids-mean sglang or --layer-ids-mean vllm"
+        )
+    if means == "vllm":
+        return from_format("speculators_eagle3", found)
+    return from_eagle3_ids(found, read_architecture(target))
+
+
+def _are_of_sglang(config: Mapping[str, Any], ids: list[int], of_vllm: list[int] | None, target: TargetFiles) -> bool:
+    """Return whether ids in `eagle_config` can be SGLang's only."""
+    both = of_vllm not in (None, ids)
+    return both or _is_ours(config) or ids == to_eagle3_ids(choose_default_taps(target), read_architecture(target))

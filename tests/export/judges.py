@@ -1,7 +1,8 @@
-"""All judges of exports in one process of SGLang's own Python, which imports SGLang once: `sglang_judge.py`.
+"""All judges of exports of one peer in one process of the peer's own Python, which imports the peer once: `judges.py MODULE...`.
 
-Reads a JSON line {"judge", "folders", "work"} for each question. A fork of this process answers it, so that no judge finds what
-another one has set up, and leaves work/found.json and work/judge.log; then its exit code is printed as a line.
+Reads a JSON line {"judge", "folders", "work"} for each question, `judge` being one of the modules. A fork of this process answers
+it, so that no judge finds what another one has set up, and leaves work/found.json and work/judge.log; then its exit code is
+printed as a line.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 
-JUDGES = ("config", "dflash2", "domino", "dspark", "lilicorr", "mtp")
-"""Of a module each, sglang_{name}_judge."""
 Judge = Callable[[list[Path], Path], list[Any]]
 
 
@@ -41,10 +40,10 @@ def answer(judge: Judge, folders: list[Path], work: Path) -> NoReturn:
         os._exit(code)
 
 
-def main() -> None:
+def main(modules: list[str]) -> None:
     codes = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    judges: dict[str, Judge] = {name: importlib.import_module(f"sglang_{name}_judge").judge for name in JUDGES}
+    judges: dict[str, Judge] = {name: importlib.import_module(name).judge for name in modules}
     gc.freeze()
     for line in sys.stdin:
         asked = json.loads(line)
@@ -56,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
