@@ -183,6 +183,9 @@ class _VLLM(DraftServer):
         client.get_counters()  # before any answer: a server that does not count is of no use
         self.version, self.algorithm = client.get_version(), algorithm
         where = f"vLLM at {client.url}"
+        # vllm/utils/cpu_triton_utils.py of 0.32.0, _expand_kernel_impl: temperatures are written into an integer copy that
+        # is dropped, so that proposals are verified at whatever the memory held.
+        self.samples = run.url is not None or resolve_device(run.serving.device).type != "cpu"
         speculative = (client.get_config() or {}).get("speculative_config") if run.url is not None else None
         named = speculative if isinstance(speculative, Mapping) else {}
         proposed = named.get("num_speculative_tokens", run.draft_tokens)

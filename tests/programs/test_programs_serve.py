@@ -12,6 +12,7 @@ from pathlib import Path
 import fake_speculating_sglang
 import numpy as np
 import pytest
+import torch
 from fake_speculating_vllm import Handler, Script, fake_vllm_python
 from waiting import HANG_S
 
@@ -22,7 +23,7 @@ from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.errors import ConfigError, DraftworksError, EngineError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.report.served import list_served
-from draftworks.programs import serve
+from draftworks.programs import draft_servers, serve
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.serve import measure_server
 from draftworks.vllm.speculation import parse_speculation
@@ -88,7 +89,10 @@ def running(script: Script, model: str) -> Iterator[str]:
         server.server_close()
 
 
-def test_a_vllm_of_ours_is_asked_what_the_walk_predicted_and_then_sampled(run: ServeRun):
+def test_a_vllm_of_ours_is_asked_what_the_walk_predicted_and_then_sampled(run: ServeRun, monkeypatch):
+    monkeypatch.setattr(
+        draft_servers, "resolve_device", lambda device: torch.device("cuda")
+    )  # on a CPU it is not sampled
     report = measure_server(
         start_ours(run, Script(ANSWERS), decodings=["t0.6_greedy_draft", "t1_greedy_draft"]), ProgramContext()
     )
