@@ -162,7 +162,8 @@ def add_class(file: Path) -> None:
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     torch._dynamo.config.disable = True
-    ModelRegistry.register_model("DFlashQwen3XPressModel", module.Qwen3XPressForCausalLM)
+    for name in ("Qwen3XPressModel", "DFlashQwen3XPressModel"):
+        ModelRegistry.register_model(name, module.Qwen3XPressForCausalLM)
 
 
 def judged(folder: Path) -> dict[str, Any]:
