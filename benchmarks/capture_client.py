@@ -25,21 +25,21 @@ import torch
 import typer
 
 from draftworks.capture.engine import make_engine_identity
+from draftworks.capture.engines.hosts import EngineHost
 from draftworks.capture.engines.sglang_engine import SGLangEngine
-from draftworks.capture.engines.sglang_hosts import SGLangHost
 from draftworks.capture.session import capture_missing
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
 from draftworks.data.tokenized import TokenRow
 from draftworks.errors import EngineError
-from draftworks.sglang.client import GenerateRequest, Generation
-from draftworks.sglang.spool import Part, write_part
+from draftworks.handover.spool import Part, write_part
+from draftworks.servers.client import GenerateRequest, Generation
 
 TAPS = (2, 18, 33)
 VOCAB = 32_000
 
 
-class ReadyHost(SGLangHost):
+class ReadyHost(EngineHost):
     """A host whose parts are ready: `generate` links them into the spool under the request's id."""
 
     version = "0.5.23"

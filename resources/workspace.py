@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import dagster as dg
 from pydantic import Field
 
-from draftworks.config.capture import SGLangSpec
+from draftworks.capture.software import ENGINE_SOFTWARE, EnginePython
+from draftworks.config.capture import EngineInstallation, SGLangSpec, VLLMSpec
 from draftworks.config.launchers import LauncherSpec
 from draftworks.config.registry_files import CaptureSpec, DatasetSpec, TargetSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
@@ -24,6 +26,8 @@ from draftworks.targets.feature_stores import locate_feature_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.training_data import digest_training_data
 from draftworks.targets.weights import WEIGHT_CHECKS
+
+Engine = TypeVar("Engine", bound=EngineInstallation)
 
 
 class Workspace(dg.ConfigurableResource):
@@ -104,12 +108,21 @@ class Workspace(dg.ConfigurableResource):
     def sglang(self) -> SGLangSpec:
         """Settings of SGLang. Links in the path of its Python are not resolved: a virtual environment is found by
         that path."""
-        sglang = self.registry.load_deployment().sglang
-        return sglang.model_copy(update={"python": os.path.abspath(self.registry.root / sglang.python)})
+        return self._with_absolute_python(self.registry.load_deployment().sglang)
 
-    def find_python(self, capture: CaptureSpec) -> Path | None:
+    @property
+    def vllm(self) -> VLLMSpec:
+        """Settings of vLLM, as those of `sglang`."""
+        return self._with_absolute_python(self.registry.load_deployment().vllm)
+
+    def _with_absolute_python(self, engine: Engine) -> Engine:
+        return engine.model_copy(update={"python": os.path.abspath(self.registry.root / engine.python)})
+
+    def find_python(self, capture: CaptureSpec) -> EnginePython | None:
         """Return the interpreter of programs that load a target's engine; None for the current one."""
-        return Path(self.sglang.python) if capture.inside_sglang else None
+        installed = {"sglang": self.sglang, "vllm": self.vllm}
+        inside = capture.inside
+        return None if inside is None else EnginePython(Path(installed[inside].python), ENGINE_SOFTWARE[inside])
 
     @property
     def loop_cache(self) -> Path:

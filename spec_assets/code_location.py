@@ -16,7 +16,7 @@ from jobs.pruning import make_prune_job
 from jobs.standard import make_jobs
 from resources.dead_runs import list_preloaded
 from resources.deployment_launcher import make_deployment_launcher
-from resources.sglang_server import SGLangServer
+from resources.engine_servers import SGLangServer, VLLMServer
 from resources.workspace import Workspace
 from sensors import make_schedules, make_sensors
 from spec_assets import data, features, inputs
@@ -151,6 +151,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
             "workspace": workspace,
             "launcher": make_deployment_launcher(registry.load_deployment().launcher),
             "sglang": SGLangServer(**workspace.sglang.model_dump()),
+            "vllm": VLLMServer(**workspace.vllm.model_dump()),
         },
         executor=make_executor(registry, preload=list_preloaded(module)),
         loggers={"console": console},

@@ -10,6 +10,7 @@ from typing import Any
 
 import dagster as dg
 
+from draftworks.capture.software import EnginePython
 from draftworks.config.launchers import DEFAULT_POOL, LOCAL
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import RunFile
@@ -17,7 +18,6 @@ from draftworks.config.service import Outcome
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
 from draftworks.planning.identities import identify_result
-from draftworks.sglang.environment import build_program_environment
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.files import explain_full_disk
 from draftworks.storage.names import of_strategy
@@ -297,13 +297,13 @@ def launch(
     run: RunFile,
     processes: int,
     device: str,
-    python: Path | None = None,
+    python: EnginePython | None = None,
     companions: Sequence[Companion] = (),
 ) -> JobResult:
     """Write the run file, run `draftworks.programs.{program}` on it with the launcher, and return its report.
 
     Args:
-        python: interpreter of SGLang's environment, for programs that run SGLang in their own process.
+        python: that of an engine, for programs that run it in their own process.
         companions: jobs that run beside it.
 
     Raises:
@@ -321,7 +321,7 @@ def make_companion(
     run: RunFile,
     processes: int,
     device: str,
-    python: Path | None = None,
+    python: EnginePython | None = None,
     serves: bool = False,
     restarts: int = 0,
     name: str | None = None,
@@ -373,13 +373,13 @@ def _make_job(
     run: RunFile,
     processes: int,
     device: str,
-    python: Path | None,
+    python: EnginePython | None,
     role: str = "",
     copies: int = 1,
 ) -> TorchJob:
     path = run.save(folder / "run.yaml")
     place = workspace.resolve_launcher(context.partition_key, program)
-    extra = {} if python is None else build_program_environment(python, folder / "package")
+    extra = {} if python is None else python.build_program_environment(folder / "package")
     return TorchJob(
         module=f"draftworks.programs.{program}",
         args=(str(path),),
@@ -387,7 +387,7 @@ def _make_job(
         procs_per_node=processes,
         gpus_per_node=0 if device == "cpu" else processes * run.gpus_per_process,
         env={"HF_HUB_DISABLE_PROGRESS_BARS": "1", **extra},
-        python=python,
+        python=None if python is None else python.path,
         longest_wait_s=run.longest_wait_s,
         launcher=place,
         identity=identify_job(context.asset_key.to_user_string(), context.partition_key, run, path, role, copies),

@@ -203,6 +203,7 @@ def answer_conversations(
             max_length=spec.max_length,
             capture=spec.capture,
             sglang=workspace.sglang,
+            vllm=workspace.vllm,
         )
         device, python = ("cpu", None) if remote else (spec.capture.device, workspace.find_python(spec.capture))
         return _to_build_result(

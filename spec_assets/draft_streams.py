@@ -283,6 +283,7 @@ def open_stream(
         streams=streams,
         capture=capture,
         sglang=workspace.sglang,
+        vllm=workspace.vllm,
         steps=max((each.steps for each in followers), key=lambda steps: steps.total_steps),
         stream=place,
         source=make_source(folder / "rows", target, workspace) if settings.arrives else None,

@@ -205,6 +205,7 @@ class CachedFeatures:
                 capture=capture,
                 store=store,
                 sglang=self.workspace.sglang,
+                vllm=self.workspace.vllm,
             )
             python = self.workspace.find_python(capture)
             job = launch_workers(

@@ -57,6 +57,7 @@ def training_features(
             capture=spec.capture,
             store=store,
             sglang=workspace.sglang,
+            vllm=workspace.vllm,
         )
         python = workspace.find_python(spec.capture)
         device = spec.capture.device

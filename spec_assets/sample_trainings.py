@@ -56,6 +56,7 @@ class SampleTrainings:
             capture=capture,
             store=self.workspace.locate_feature_store(self.files),
             sglang=self.workspace.sglang,
+            vllm=self.workspace.vllm,
         )
         python, processes, device = self.workspace.find_python(capture), capture.processes, capture.device
         launch_workers(self.context, self.launcher, self.workspace, "capture", run, processes, device, python)

@@ -11,6 +11,7 @@ from typing import Any
 
 import dagster as dg
 
+from draftworks.capture.software import EnginePython
 from draftworks.config.run_files import WORKER_FIGURES, SharedRun
 from resources.companions import Companion
 from resources.job_claims import CLAIM
@@ -32,7 +33,7 @@ def launch_workers(
     run: SharedRun,
     processes: int,
     device: str,
-    python: Path | None = None,
+    python: EnginePython | None = None,
 ) -> JobResult:
     """Do as `launch`, with as many jobs as the launcher's settings for this program say (`workers`).
 

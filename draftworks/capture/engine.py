@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftworks.capture.background import BackgroundWorker
-from draftworks.config.capture import SGLangSpec
+from draftworks.config.capture import SGLangSpec, VLLMSpec
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError
@@ -226,6 +226,7 @@ class EnginePlace:
     head: Callable[[], Tensor] | None = None
     embedding: Callable[[], Tensor] | None = None
     sglang: SGLangSpec = field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = field(default_factory=VLLMSpec)
     local_rank: int = 0
     longest: int = 0
     servers: JobServers | None = None
@@ -256,6 +257,12 @@ _SGLANG = Backend(
     numerics=1,
     last_hidden=LastHidden(normed=True),
 )
+_VLLM = Backend(
+    "draftworks.capture.engines.vllm_loading:load_vllm_engine",
+    "vllm",
+    numerics=1,
+    last_hidden=LastHidden(normed=True),
+)
 KNOWN_BACKENDS: dict[str, Backend] = {
     "hf": Backend(
         "draftworks.capture.engines.hf:load_hf_engine",
@@ -266,6 +273,8 @@ KNOWN_BACKENDS: dict[str, Backend] = {
     ),
     "sglang": _SGLANG,
     "sglang_server": _SGLANG,
+    "vllm": _VLLM,
+    "vllm_server": _VLLM,
     "custom": Backend(
         "draftworks.capture.engines.custom:load_custom_engine",
         "custom",

@@ -25,16 +25,19 @@ RESERVED_ARGUMENTS = (
     *("--tp-size", "--tp", "--tensor-parallel-size", "--dp-size", "--dp", "--data-parallel-size", "--base-gpu-id"),
     *("--mem-fraction-static", "--max-total-tokens", "--chunked-prefill-size", "--forward-hooks"),
     *("--enable-return-aux-hidden-states", "--return-aux-hidden-state-layer-ids"),
+    *("--max-model-len", "-tp", "-dp", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--tokenizer"),
+    *("--speculative-config", "--kv-transfer-config", "--enable-prefix-caching", "--logprobs-mode", "--max-logprobs"),
 )
-"""SGLang arguments that are set from the registry. Given again in `args` they would win, and contradict the feature keys."""
+"""Arguments of SGLang or vLLM that are set from the registry. Given again in `args` they would win, and contradict the
+feature keys."""
 
 
 _FULL_PRECISION = ("auto", "bfloat16", "bf16")
-_QUANTIZING = ("--quantization", "--torchao-config", "--lora-paths", "--enable-lora", "--kv-cache-dtype")
+_QUANTIZING = ("--quantization", "-q", "--torchao-config", "--lora-paths", "--enable-lora", "--kv-cache-dtype")
 
 
 def find_quantizing_args(args: Sequence[str]) -> list[str]:
-    """Return those of SGLang's arguments that make it compute with other numbers than the checkpoint's."""
+    """Return those of an engine's arguments that make it compute with other numbers than the checkpoint's."""
     named = []
     for index, word in enumerate(args):
         name, _, value = word.partition("=")
@@ -62,8 +65,8 @@ class StartedServer(Spec):
     )
     args: list[str] = Field(
         default_factory=list,
-        description="More arguments of sglang.launch_server, each a part of what is captured; of a server of yours, those "
-        "that change its numbers, such as --quantization.",
+        description="More arguments of sglang.launch_server or `vllm serve`, each a part of what is captured; of a server of "
+        "yours, those that change its numbers, such as --quantization.",
     )
 
     @field_validator("args")
@@ -83,7 +86,7 @@ class StartedServer(Spec):
 
 
 class ServerSpec(StartedServer):
-    """The SGLang servers of a target for `backend: sglang_server`: one or several, started by Draftworks or external."""
+    """The servers of a target for `backend: sglang_server` or `vllm_server`: started by Draftworks, or external."""
 
     url: str | None = Field(
         default=None, description="Address of a running server; None = each process starts its own."
@@ -143,13 +146,10 @@ class ServerSpec(StartedServer):
         return (self.url,) if self.url is not None else tuple(self.urls)
 
 
-class SGLangSpec(Spec):
-    """The installation of SGLang on this machine, and time limits for it."""
+class EngineInstallation(Spec):
+    """An engine in a Python of its own on this machine, and time limits for it."""
 
-    python: str = Field(
-        default="../.venv-sglang/bin/python",
-        description="Python of the environment with SGLang, relative to the registry.",
-    )
+    python: str
     start_timeout_s: float = Field(
         default=900.0, gt=0, allow_inf_nan=True, description="Seconds to wait until a started server is ready."
     )
@@ -160,9 +160,27 @@ class SGLangSpec(Spec):
     grace_s: float = Field(default=15.0, ge=0, allow_inf_nan=True, description="Seconds between terminate and kill.")
 
 
+class SGLangSpec(EngineInstallation):
+    """The installation of SGLang on this machine, and time limits for it."""
+
+    python: str = Field(
+        default="../.venv-sglang/bin/python",
+        description="Python of the environment with SGLang, relative to the registry.",
+    )
+
+
+class VLLMSpec(EngineInstallation):
+    """The installation of vLLM on this machine, and time limits for it."""
+
+    python: str = Field(
+        default="../.venv-vllm/bin/python",
+        description="Python of the environment with vLLM, relative to the registry.",
+    )
+
+
 FeatureStorage = Literal["plain", "fp8", "fp8_taps"]
-_SAME_ENGINE = {"sglang": "sglang_server"}
-"""Backends that share one engine name in identities: SGLang gives the same results in this process and behind HTTP."""
+_SAME_ENGINE = {"sglang": "sglang_server", "vllm_server": "vllm"}
+"""Backends that share one engine name in identities: an engine gives the same results in this process and behind HTTP."""
 
 
 class CustomEngineSpec(Spec):
@@ -192,10 +210,10 @@ class CaptureSpec(Spec):
     `backend`, `dtype`, `storage` and `compute_dtype` determine their values.
     """
 
-    backend: Literal["hf", "sglang", "sglang_server", "custom"] = Field(
+    backend: Literal["hf", "sglang", "sglang_server", "vllm", "vllm_server", "custom"] = Field(
         default="hf",
-        description="The engine that runs the target: hf is transformers, sglang is SGLang in the capturing process, "
-        "sglang_server SGLang behind HTTP, custom an engine of yours. A capture that was interrupted and goes on equals the "
+        description="The engine that runs the target: hf is transformers, sglang and vllm are those in the capturing process, "
+        "sglang_server and vllm_server behind HTTP, custom is an engine of yours. A capture that was interrupted and goes on equals the "
         "undisturbed one bit for bit with hf, to rounding with the others.",
     )
     server: ServerSpec = Field(default_factory=ServerSpec)
@@ -264,10 +282,10 @@ class CaptureSpec(Spec):
             raise ValueError("backend custom needs the key custom, with entry_point and engine")
         if self.backend != "custom" and self.custom is not None:
             raise ValueError(f"the key custom is for backend custom, found backend {self.backend}")
-        if self.backend == "sglang" and (self.server.external or self.server.replicas > 1):
+        if self.inside is not None and (self.server.external or self.server.replicas > 1):
             raise ValueError(
-                "backend sglang starts one SGLang in the capturing process: server.url, urls, spool and replicas are for "
-                "backend sglang_server"
+                f"backend {self.backend} starts one engine in the capturing process: server.url, urls, spool and replicas "
+                f"are for backend {self.backend}_server"
             )
         return self
 
@@ -280,25 +298,34 @@ class CaptureSpec(Spec):
 
     @property
     def starts_servers(self) -> bool:
-        """Whether each process starts SGLang servers of its own, which other processes can reach."""
-        return self.backend == "sglang_server" and not self.server.external
+        """Whether each process starts servers of its own, which other processes can reach."""
+        return self.backend in ("sglang_server", "vllm_server") and not self.server.external
 
     @property
     def gpus_per_process(self) -> int:
-        """GPUs that one process uses, on a machine that has any: its own, or those of the SGLang that it starts."""
-        if self.backend != "sglang" and not self.starts_servers:
-            return 1
-        return self.server.gpus * self.server.replicas
+        """GPUs that one process uses, on a machine that has any: its own, or those of the engine that it starts."""
+        return self.server.gpus * self.server.replicas if self.starts_engine else 1
 
     @property
-    def inside_sglang(self) -> bool:
-        """Whether the program that loads the engine must run in SGLang's Python environment."""
-        return self.backend == "sglang"
+    def software(self) -> Literal["sglang", "vllm"] | None:
+        """The software of a Python of its own that runs the target, in whichever process; also its key of the deployment."""
+        found = self.backend.partition("_")[0]
+        return found if found in ("sglang", "vllm") else None
+
+    @property
+    def inside(self) -> Literal["sglang", "vllm"] | None:
+        """The software in whose Python the program that loads the engine must run; None for the usual one."""
+        return self.software if self.backend == self.software else None
+
+    @property
+    def starts_engine(self) -> bool:
+        """Whether each process starts the software itself: inside, or as servers."""
+        return self.inside is not None or self.starts_servers
 
     @property
     def engine_args(self) -> list[str]:
-        """Additional arguments of SGLang; part of the identity, since they may change its numbers."""
-        return self.server.args if self.backend in ("sglang", "sglang_server") else []
+        """Additional arguments of the software; part of the identity, since they may change its numbers."""
+        return self.server.args if self.software is not None else []
 
     def to_identity(self) -> dict[str, Any]:
         decided = {"backend": self.engine, "dtype": self.dtype, "compute_dtype": self.compute_dtype}

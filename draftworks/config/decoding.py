@@ -283,6 +283,23 @@ def list_usual_rules(strategy: str) -> tuple[AcceptanceRule, ...]:
     return tuple(found) if found else ("greedy_draft",)
 
 
+_ENGINES = {"sglang": SGLANG, "vllm": VLLM}
+
+
+def find_server_rule(engine: str, strategy: str, args: Iterable[str] = ()) -> AcceptanceRule:
+    """Return the rule by which a server accepts the drafts of a strategy, with these arguments of its own.
+
+    Args:
+        engine: `sglang` or `vllm`.
+        args: more arguments of the server; a rule's flags among them set that rule.
+    """
+    words = " ".join(args)
+    rows = [row for row in list_server_rules(strategy) if row.server == _ENGINES[engine]]
+    asked = [row.rule for row in rows if row.flags and row.flags in words]
+    default: AcceptanceRule = "greedy_draft"
+    return [default, *(row.rule for row in rows if not row.flags), *asked][-1]
+
+
 def describe_servers(strategy: str, rule: AcceptanceRule | None) -> str:
     """Return the servers that accept so: those that do unasked; without one, those that can be told to.
 

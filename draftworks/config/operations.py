@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo, available_timezones
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import EnvironmentName, Spec, show
-from draftworks.config.capture import SGLangSpec
+from draftworks.config.capture import SGLangSpec, VLLMSpec
 from draftworks.config.features import FeaturesSpec, ObjectStorageSpec, PublishSpec
 from draftworks.config.launchers import KINDS, AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
 from draftworks.config.service import LEAST_PROMPTS
@@ -344,6 +344,7 @@ class DeploymentSpec(Spec):
         default=None, description="Object storage that exports and reports are copied to; default: none."
     )
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
     retention: RetentionSpec = Field(default_factory=RetentionSpec, description="What may be removed, and when.")
     prices: PricesSpec | None = Field(
         default=None, description="What GPUs and storage cost, for `draftworks plan`; default: plans name no money."

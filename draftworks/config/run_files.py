@@ -13,11 +13,11 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec, SpecType
-from draftworks.config.capture import CaptureSpec, FeatureStorage, SGLangSpec
+from draftworks.config.capture import CaptureSpec, FeatureStorage, SGLangSpec, VLLMSpec
 from draftworks.config.data import AnswersSampling
 from draftworks.config.features import ObjectFeaturesSpec, StoreKind, StreamFollower, StreamingSpec, StreamSteps
 from draftworks.config.registry_files import DatasetSpec, EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
-from draftworks.config.service import DataSpec, ServingSpec
+from draftworks.config.service import DataSpec, ServingEngine, ServingSpec
 from draftworks.config.strict_yaml import load_yaml
 from draftworks.storage.names import require_name
 
@@ -102,15 +102,16 @@ class RunFile(Spec):
     @property
     def longest_wait_s(self) -> float:
         """Longest time in seconds for which the program may wait for a server or a producer without being stalled."""
-        sglang, endpoint = getattr(self, "sglang", None), getattr(getattr(self, "responses", None), "endpoint", None)
-        waits = [0.0] if sglang is None else [sglang.start_timeout_s, sglang.request_timeout_s]
+        engines = [found for name in ("sglang", "vllm") if (found := getattr(self, name, None)) is not None]
+        endpoint = getattr(getattr(self, "responses", None), "endpoint", None)
+        waits = [0.0, *(wait for each in engines for wait in (each.start_timeout_s, each.request_timeout_s))]
         stream = getattr(self, "stream", None)
         waits += [] if stream is None else [stream.settings.timeout_s]
         return max(waits if endpoint is None else [*waits, endpoint.timeout_s])
 
     @property
     def gpus_per_process(self) -> int:
-        """GPUs that each process of the program uses, on a machine that has any; more than one for SGLang that it starts."""
+        """GPUs that each process of the program uses, on a machine that has any; more than one for an engine that it starts."""
         capture, serving = getattr(self, "capture", None), getattr(self, "serving", None)
         if serving is not None:
             return serving.server.gpus
@@ -168,6 +169,7 @@ class RegenerateRun(SharedRun):
     max_length: int
     capture: CaptureSpec = Field(description="The engine that runs the target, unless `responses` names an endpoint.")
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
 
 
 class MeasureRun(RegenerateRun):
@@ -190,6 +192,7 @@ class CaptureRun(SharedRun):
     capture: CaptureSpec
     store: StoreSpec
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
 
 
 class StreamPlace(Spec):
@@ -251,6 +254,7 @@ class ProduceRun(TargetRun):
     streams: list[str] = Field(description="Names of the streams that the training reads, such as hf2 or last.")
     capture: CaptureSpec
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
     steps: StreamSteps
     stream: StreamPlace
     source: ArrivalSource | None = Field(
@@ -273,6 +277,7 @@ class ProduceRun(TargetRun):
             capture=self.capture,
             store=self.stream.store,
             sglang=self.sglang,
+            vllm=self.vllm,
         )
 
 
@@ -378,25 +383,45 @@ class ExportRun(TargetRun):
     card: Path | None = Field(default=None, description="File of the draft's model card, to go beside the weights.")
 
 
-class ServeRun(TargetRun):
-    """Load an exported draft in a live SGLang server and count what it accepts: writes serving.json into `out`."""
+class DraftServing(Spec):
+    """An exported draft in a live server."""
 
+    engine: ServingEngine = "sglang"
+    url: str | None = Field(default=None, description="Address of a running server; null: one is started.")
     command: str = Field(
         description="The export's command line for this server; DRAFT_FOLDER in it stands for `draft`."
     )
-    draft: Path = Field(description="Folder of the draft in a format that SGLang loads.")
+    draft: Path = Field(description="Folder of the draft in a format that the engine loads.")
+    decodings: list[str] = Field(
+        default=[],
+        description="What is sampled after the greedy answers, as metrics name it: t0.6_greedy_draft.",
+    )
+
+
+class ServeRun(TargetRun, DraftServing):
+    """Load an exported draft in live servers and count what each accepts: writes serving.json into `out`."""
+
+    others: list[DraftServing] = Field(default=[], description="Further servers, one after another.")
     tokens: Path = Field(description="Folder of the tokenized eval set.")
     report: Path = Field(description="Folder of the draft's report on it, for the walk to compare with.")
     draft_tokens: int = Field(ge=1, description="Proposals per pass of that walk.")
     serving: ServingSpec
     logs: Path = Field(description="Folder for the server's log.")
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    vllm: VLLMSpec = Field(default_factory=VLLMSpec)
     max_new_tokens: int = Field(default=512, gt=0, description="Token limit of the eval set's answers.")
     max_length: int = Field(gt=2, description="Token limit of its samples, prompt included.")
     confidence: float = Field(
         default=0.95, gt=0, lt=1, description="Level of confidence intervals, whose observations are prompts."
     )
     resamples: int = Field(default=2000, ge=100, description="Number of bootstrap resamples.")
+
+    def list_runs(self) -> list[ServeRun]:
+        """Return the run of each server alone."""
+        return [self.model_copy(update={**dict(one), "others": []}) for one in (self.as_serving(), *self.others)]
+
+    def as_serving(self) -> DraftServing:
+        return DraftServing(**{name: getattr(self, name) for name in DraftServing.model_fields})
 
 
 def _resolve_paths(spec: SpecType, base: Path) -> SpecType:
@@ -409,4 +434,6 @@ def _resolve_paths(spec: SpecType, base: Path) -> SpecType:
             moved[name] = _resolve_paths(value, base)
         elif isinstance(value, list) and all(isinstance(each, Path) for each in value):
             moved[name] = [base / each for each in value]
+        elif isinstance(value, list) and all(isinstance(each, Spec) for each in value):
+            moved[name] = [_resolve_paths(each, base) for each in value]
     return spec.model_copy(update=moved)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import Dtype, EnvironmentName, Spec
+from draftworks.config.base import DistinctNumbers, Dtype, EnvironmentName, Spec, require_distinct
 from draftworks.config.capture import StartedServer
 from draftworks.config.urls import parse_url, require_private
 from draftworks.storage.words import suggest_or_list
@@ -103,8 +103,26 @@ class ServiceSpec(Spec):
         return self.margins.get(eval_set, self.margin)
 
 
+ServingEngine = Literal["sglang", "vllm"]
+
+
 class ServingSpec(Spec):
-    """Rung 6 of the acceptance ladder: the exported draft in a live SGLang server that is started for the measurement."""
+    """Rung 6 of the acceptance ladder: the exported draft in live servers, started for the measurement or running."""
+
+    engines: list[ServingEngine] = Field(
+        default=["sglang"],
+        min_length=1,
+        description="Servers to measure in, each by itself, and shown side by side: sglang, vllm.",
+    )
+    urls: dict[ServingEngine, str] = Field(
+        default_factory=dict,
+        description="Addresses of running servers that speculate with this draft, by engine; others are started.",
+    )
+    temperatures: DistinctNumbers = Field(
+        default=[],
+        description="Also answers sampled at these temperatures, by the server's own rule of acceptance, beside rung 4 of "
+        "the same decoding (`evaluation.loop`). Greedy answers are always measured.",
+    )
 
     prompts: int = Field(default=0, ge=0, description="Held-out samples to answer; 0 leaves the rung out.")
     concurrency: int = Field(default=8, ge=1, description="Requests at a time.")
@@ -113,7 +131,9 @@ class ServingSpec(Spec):
         description="Dtype of target and draft in the server. Left out, it is float32 on a CPU, where SGLang takes nothing else.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
-    format: str | None = Field(default=None, description="Export format to serve; default the first that SGLang loads.")
+    format: str | None = Field(
+        default=None, description="Export format to serve where the engine loads it; default the first that it loads."
+    )
     tolerance: float = Field(
         default=0.05,
         ge=0,
@@ -121,9 +141,41 @@ class ServingSpec(Spec):
     )
     server: StartedServer = Field(default_factory=StartedServer)
 
+    @field_validator("engines")
+    @classmethod
+    def _check_engines(cls, value: list[ServingEngine]) -> list[ServingEngine]:
+        require_distinct([str(engine) for engine in value])
+        return value
+
+    @field_validator("urls")
+    @classmethod
+    def _check_urls(cls, value: dict[ServingEngine, str]) -> dict[ServingEngine, str]:
+        return {engine: parse_url(url) for engine, url in value.items()}
+
+    @field_validator("temperatures")
+    @classmethod
+    def _check_temperatures(cls, value: list[float]) -> list[float]:
+        if any(temperature <= 0 for temperature in value):
+            raise ValueError(f"expected temperatures above 0 (greedy answers are always measured), found {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> ServingSpec:
+        unused = [engine for engine in self.urls if engine not in self.engines]
+        if unused:
+            raise ValueError(f"urls.{unused[0]}: engines has no {unused[0]}: add it there, or leave the address out")
+        return self
+
+    def starts(self, engine: ServingEngine) -> bool:
+        """Whether a server of this engine is started for the measurement."""
+        return bool(self.prompts) and engine in self.engines and engine not in self.urls
+
     def to_identity(self) -> dict[str, Any]:
-        """Return the options that determine the figures."""
-        return self.model_dump(exclude={"device"})
+        """Return the options that determine the figures: those of one SGLang server, and what differs from it."""
+        decided = self.model_dump(exclude={"device", "engines", "urls", "temperatures"})
+        decided |= {} if self.engines == ["sglang"] else {"engines": list(self.engines)}
+        decided |= {"urls": dict(self.urls)} if self.urls else {}
+        return decided | ({"temperatures": list(self.temperatures)} if self.temperatures else {})
 
 
 class DataSpec(Spec):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from draftworks.config.service import ServingEngine
 from draftworks.config.strategies import LayerCounting, resolve_export
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
@@ -26,6 +27,8 @@ NORM_OUTPUT_MEANS = "norm_output_means"
 """Key of a config.json, or argument of an import: `specforge` or `sglang`, whose meaning of `norm_output` applies."""
 LAYER_IDS_MEAN = "layer_ids_mean"
 """The same for layer ids of SGLang's layout: `sglang`, layers whose output is taken, or `vllm`, indices of hidden_states."""
+SERVER_COMMANDS: dict[ServingEngine, str] = {"sglang": "SGLang", "vllm": "vLLM, target first"}
+"""Key of the command in an export's metadata by which an engine serves target and draft."""
 PROVENANCE = "provenance"
 """Key of config.json for the origin of the draft; loaders ignore it."""
 READABLE = "readable"

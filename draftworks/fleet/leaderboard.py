@@ -6,7 +6,7 @@ It reads records only, no features or weights, and imports no torch: a thousand 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from draftworks.evaluation.acceptance_length import (
 )
 from draftworks.evaluation.report.pages import render_table
 from draftworks.evaluation.report.rival_verdict import RivalVerdict
+from draftworks.evaluation.report.served import list_served, name_engine
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
 from draftworks.fleet.staleness import Subject, TrainedDraft
 from draftworks.storage.artifacts import Artifact, ArtifactStore, ReadOnceStore
@@ -63,6 +64,20 @@ class ReportScore:
 
 
 @dataclass(frozen=True)
+class ServedScore:
+    """What a live server accepted in a serving check (rung 6).
+
+    Attributes:
+        accepted: accepted tokens per pass, greedy; None without a pass.
+        from_walk: the same minus the walk's on the same samples.
+    """
+
+    engine: str
+    accepted: float | None
+    from_walk: float
+
+
+@dataclass(frozen=True)
 class Standing:
     """Leaderboard row of one strategy of one target, or of a target whose registry entry cannot be read (strategy
     empty).
@@ -73,6 +88,7 @@ class Standing:
         stale_against: in words, what has changed since the newest report.
         draft_changes: in words, what has changed since the draft was trained. A new report does not change that.
         problem: why there is no `latest`, or why staleness is not known.
+        served: what live servers accepted of the draft of `latest`, by engine.
     """
 
     target: str
@@ -82,6 +98,7 @@ class Standing:
     stale_against: tuple[str, ...] = ()
     draft_changes: tuple[str, ...] = ()
     problem: str | None = None
+    served: tuple[ServedScore, ...] = ()
 
     @property
     def value(self) -> float | None:
@@ -101,10 +118,17 @@ class Fleet:
         var = registry.resolve_var_folder()
         return cls(registry, ArtifactStore(var), FileDigests(var / "digests.json"))
 
-    def standings(self) -> list[Standing]:
-        """Return every strategy of every target, the highest acceptance first, those without a value last."""
-        once = replace(self, registry=ReadOnceRegistry(self.registry.root), digests=ReadOnceDigests(self.digests))
-        found = [standing for name in self.registry.list_targets() for standing in once._of_target(name)]
+    def read_once(self) -> Fleet:
+        """Return the fleet as it is at one moment: each entry and file is read once."""
+        if isinstance(self.registry, ReadOnceRegistry):
+            return self
+        return replace(self, registry=ReadOnceRegistry(self.registry.root), digests=ReadOnceDigests(self.digests))
+
+    def standings(self, targets: Collection[str] | None = None) -> list[Standing]:
+        """Return every strategy of every target, or of these, the highest acceptance first, those without a value last."""
+        once = self.read_once()
+        names = [name for name in once.registry.list_targets() if targets is None or name in targets]
+        found = [standing for name in names for standing in once._of_target(name)]
         return sorted(found, key=lambda one: (one.value is None, -(one.value or 0), one.target, one.strategy))
 
     def _of_target(self, name: str) -> Iterator[Standing]:
@@ -129,13 +153,24 @@ class Fleet:
         latest = read_measured(report)
         earlier = [each for each in self.artifacts.list_all(report.asset, target.name) if each.path != report.path]
         best = find_best(latest, earlier)
+        served = self._read_served(target.name, strategy, report)
         try:
             files = resolve_target(target, self.registry, self.digests)
             stale_against = self._stale_against(target, files, {} if draft is None else {strategy: draft})
             draft_changes = () if draft is None else self.list_draft_changes(draft, target, files)
         except DraftworksError as error:
-            return Standing(target.name, strategy, latest, best, problem=str(error))
-        return Standing(target.name, strategy, latest, best, stale_against, draft_changes)
+            return Standing(target.name, strategy, latest, best, problem=str(error), served=served)
+        return Standing(target.name, strategy, latest, best, stale_against, draft_changes, served=served)
+
+    def _read_served(self, target: str, strategy: str, report: Artifact) -> tuple[ServedScore, ...]:
+        """Return the newest serving check of a report's draft; none if there was none."""
+        found = self.artifacts.find(of_strategy(strategy).serving, target)
+        if found is None or found.identity.get("report") != report.path.name:
+            return ()
+        served = list_served(found.summary)
+        return tuple(
+            ServedScore(name_engine(one), one["acceptance"]["micro"], one["walk"]["difference"]) for one in served
+        )
 
     def list_draft_changes(self, draft: Artifact, target: TargetSpec, files: TargetFiles) -> tuple[str, ...]:
         """Return, in words, what has changed since a draft was trained."""
@@ -195,6 +230,7 @@ MOST_BARS = 30
 AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 LONGEST_REASON = 200
 TEXTS = (
+    "served",
     "target",
     "strategy",
     "eval_set",
@@ -212,7 +248,8 @@ CAPTION = (
     f"{NOTE} The metric names the rung of the acceptance ladder, and values of "
     "different metrics do not compare. Intervals are over prompts. The best is of the same metric, over all "
     "reports ever published; its eval data may have been others. For nothing: the best of prompt lookup, suffix decoding, "
-    "bigrams and the untrained draft on the same walk, and the draft minus it. Stale numbers are measured again by the job `evaluate`; a "
+    "bigrams and the untrained draft on the same walk, and the draft minus it. Live servers: what SGLang and vLLM accepted of "
+    "this draft, and that minus the walk on the same samples. Stale numbers are measured again by the job `evaluate`; a "
     "stale draft was trained for something else than is there now, and stays so until it is trained again."
 )
 
@@ -246,6 +283,7 @@ def frame(standings: Sequence[Standing], now: float) -> pd.DataFrame:
         "rival",
         "rival_value",
         "rival_difference",
+        "served",
         "draft",
     )
     columns += ("stale_against", "draft_changes", "problem")
@@ -262,6 +300,7 @@ def _row(standing: Standing, now: float) -> dict[str, Any]:
         "stale_against": ", ".join(standing.stale_against),
         "draft_changes": ", ".join(standing.draft_changes),
         "problem": standing.problem,
+        "served": ", ".join(map(_describe_served, standing.served)),
     }
     latest, best = standing.latest, standing.best
     if latest is not None and best is not None:
@@ -288,6 +327,7 @@ def cells(standing: Standing, now: float | None = None) -> dict[str, str]:
         **_when(latest.created if latest else None, now),
         "best ever": f"{format_length(best.score.value)} ({_day(best.created)})" if best else "",
         "for nothing": _describe_rival(latest.rivals) if latest else "",
+        "live servers": ", ".join(map(_describe_served, standing.served)),
         "draft": (latest.draft or "") if latest else "",
         "stale against": _stale(standing),
     }
@@ -298,6 +338,11 @@ def _describe_rival(found: RivalVerdict | None) -> str:
     if found is None:
         return ""
     return f"{found.rival} {format_length(found.rival_accepted)} ({format_change(found.difference, digits=2)})"
+
+
+def _describe_served(found: ServedScore) -> str:
+    """Return the acceptance length in a server, and what it differs by from the walk on the same samples."""
+    return f"{found.engine} {format_length(found.accepted, none='–')} ({format_change(found.from_walk, digits=2)})"
 
 
 def _when(created: float | None, now: float | None) -> dict[str, str]:

@@ -28,6 +28,7 @@ from draftworks.targets.resolve import read_text_config
 from draftworks.targets.safetensors_headers import explain_unprobable, read_quantization
 from draftworks.targets.training_data import name_target_in_errors, resolve_draft_vocab_size
 from draftworks.targets.weights import read_model_config, silence_transformers
+from draftworks.vllm.models import check_capture as check_vllm_capture
 
 SGLANG_EAGLE3 = "sglang_eagle3"
 
@@ -59,9 +60,13 @@ def find_unmet(target: TargetSpec, files: TargetFiles, registry: Registry) -> Un
         _check_serving(target)
     with findings.collect_errors():
         refuse_on_cpu(target, files)
-    if target.capture.backend in ("sglang", "sglang_server") and not target.capture.server.external:
+    where, capture = f"target {target.name}", target.capture
+    if capture.software == "sglang" and capture.starts_engine:
         with findings.collect_errors():
-            check_capture(f"target {target.name}", read_architecture(files), target.capture.server.args)
+            check_capture(where, read_architecture(files), capture.server.args)
+    if capture.software == "vllm":
+        with findings.collect_errors():
+            check_vllm_capture(where, read_architecture(files), read_text_config(files))
     with findings.collect_errors():
         _check_probe(target, files)
     unsound = {name for name in target.strategies if not _is_sound(target, name, files, registry, findings)}
@@ -303,8 +308,7 @@ def check_quantizer(target: TargetSpec, files: TargetFiles, registry: Registry, 
     if obstacle is not None and target.evaluation.loop.prompts:
         told = obstacle.describe("set evaluation.loop.prompts: 0")
         _choose(target, registry, findings, "evaluate")(f"{where}: evaluation.loop: {told}")
-    starts_sglang = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
-    if starts_sglang and method not in _OF_SGLANG:
+    if target.capture.software == "sglang" and target.capture.starts_engine and method not in _OF_SGLANG:
         findings.warning(
             f"{where}: capture.backend {backend}: quantised ({method}), which SGLang 0.5.23 does not know: use backend hf, or the "
             "checkpoint without quantisation"

@@ -13,14 +13,16 @@ import torch
 from draftworks.config.draft_options import DraftConfig
 from draftworks.config.registry_files import StrategyEntry, TargetSpec
 from draftworks.config.run_files import TargetFiles
+from draftworks.config.service import ServingEngine
 from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import DraftworksError
+from draftworks.evaluation.report.served import ENGINES
 from draftworks.evaluation.result import make_example_metrics
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.conventions import DRAFT_FOLDER
+from draftworks.export.conventions import DRAFT_FOLDER, SERVER_COMMANDS
 from draftworks.export.export_format import load_format
 from draftworks.export.gates import build_server_configs
 from draftworks.preflight.findings import Findings
@@ -28,9 +30,6 @@ from draftworks.sglang.speculation import Speculation, require_cpu_dtype
 from draftworks.storage.words import suggest_or_list
 from draftworks.targets.weights import silence_transformers
 from draftworks.training.checkpoint_manager import BestRule
-
-SERVER = "SGLang"
-"""Key of the server in a format's commands."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +82,29 @@ def _check_config(built: BuiltDraft, canonical: CanonicalDraft, name: str, findi
 def _check_serving(
     built: BuiltDraft, canonical: CanonicalDraft, target: TargetSpec, written: list[str], findings: Findings
 ) -> None:
-    """Check that the draft that is served is written in a format of SGLang's, and its command against the entry."""
+    """Check that the draft that is served is written in a format that an engine loads, and SGLang's command against the
+    entry."""
     serving = target.evaluation.serving
     if serving.format is not None and serving.format not in {spec.name for spec in built.strategy.exports}:
         return  # that of another strategy, whose draft is the one that is served
-    commands: dict[str, str] = {}
+    commands: dict[ServingEngine, dict[str, str]] = {engine: {} for engine in serving.engines}
     for name in written:
         try:
             made = load_format(built.strategy.name, name).build_serve_commands(canonical, DRAFT_FOLDER)
         except Exception:  # a plug-in's format may need weights
             return
-        commands |= {name: made[SERVER]} if SERVER in made else {}
-    if serving.format is not None and serving.format not in commands:
+        for engine, found in commands.items():
+            found |= {name: made[SERVER_COMMANDS[engine]]} if SERVER_COMMANDS[engine] in made else {}
+    loaded = sorted({name for found in commands.values() for name in found})
+    if serving.format is not None and serving.format not in loaded:
+        engines = " or ".join(ENGINES[engine] for engine in serving.engines)
         findings.error(
-            f"target {target.name}: evaluation.serving.format: {built.strategy.name} will have no export for {SERVER} in "
-            f"{serving.format}; {suggest_or_list(serving.format, commands)} Add it to export.formats, or leave it out"
+            f"target {target.name}: evaluation.serving.format: {built.strategy.name} will have no export for {engines} in "
+            f"{serving.format}; {suggest_or_list(serving.format, loaded)} Add it to export.formats, or leave it out"
         )
-    elif commands:
-        _check_command(built, target, commands[serving.format or next(iter(commands))], findings)
+    elif commands.get("sglang") and serving.starts("sglang"):
+        of_sglang = commands["sglang"]
+        _check_command(built, target, of_sglang.get(serving.format or "") or next(iter(of_sglang.values())), findings)
 
 
 def _check_command(built: BuiltDraft, target: TargetSpec, command: str, findings: Findings) -> None:

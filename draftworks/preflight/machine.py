@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from draftworks.capture.software import ENGINE_SOFTWARE
+from draftworks.config.capture import EngineInstallation
 from draftworks.config.launchers import DEFAULT_POOL, LOCAL
 from draftworks.config.operations import DeploymentSpec
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
@@ -19,7 +21,8 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.services import check_object_storage, check_stream, find_existing
-from draftworks.sglang.environment import find_installed_version, require_capturing
+from draftworks.servers.environment import EngineSoftware
+from draftworks.sglang.environment import SGLANG, require_capturing
 from draftworks.storage.words import find_close
 from draftworks.targets.fitted_defaults import DEVICES, read_machine
 from draftworks.targets.registry import Registry
@@ -188,7 +191,7 @@ def _list_uses(target: TargetSpec, registry: Registry) -> list[GpuUse]:
     if runs_here(target, registry, "train"):
         trained = {name: entry.training for name, entry in target.strategies.items()}
         uses += [GpuUse(f"strategies.{name}.training", one.device, one.processes) for name, one in trained.items()]
-    if serving.prompts and runs_here(target, registry, "serve"):
+    if any(map(serving.starts, serving.engines)) and runs_here(target, registry, "serve"):
         uses.append(GpuUse("evaluation.serving", serving.device, serving.server.gpus))
     return uses
 
@@ -204,7 +207,7 @@ def _check_work_on_a_cpu(target: TargetSpec, registry: Registry, findings: Findi
                     f"{where}: {name}: attention flex has no gradients on a CPU, and training.device auto is one here: set "
                     "options.attention to sdpa or auto"
                 )
-    asked = serving.prompts and serving.device == "auto" and runs_here(target, registry, "serve")
+    asked = serving.starts("sglang") and serving.device == "auto" and runs_here(target, registry, "serve")
     if asked and serving.compute_dtype != "float32":
         findings.warning(
             f"{where}: evaluation.serving.compute_dtype: {serving.compute_dtype}, and device auto is a CPU here, where "
@@ -263,7 +266,7 @@ def check_machine(target: TargetSpec, registry: Registry, findings: Findings) ->
             findings.warning(f"{where}: {key}.processes: found {processes} on a machine with {processors} processors")
     check_devices(target, registry, findings)
     check_custom_engine(target, registry, findings)
-    _check_sglang(target, registry, findings)
+    _check_engines(target, registry, findings)
     check_stream(target, registry, findings)
     _check_control_address(target, findings)
     check_named_outside(target, findings)
@@ -317,26 +320,47 @@ def _try_to_write(folder: Path) -> str | None:
         return error.strerror or str(error)
 
 
-def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:
-    """Check that SGLang's environment exists and has SGLang, by its files: the programs start it, which takes seconds."""
-    python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
-    backend, serves = target.capture.backend, target.evaluation.serving.prompts > 0
-    starts_sglang = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
-    if (starts_sglang or serves) and not python.is_file():
-        reason = f"capture.backend {backend}" if starts_sglang else "evaluation.serving.prompts"
-        findings.error(
-            f"target {target.name}: {reason} needs SGLang, and {python} does not exist: make sglang-env, or name its "
-            "environment in registry/deployment.yaml: sglang.python"
-        )
-    elif starts_sglang or serves:
+def explain_start(target: TargetSpec, software: EngineSoftware) -> str:
+    """Return for what a target starts an engine of its own Python; empty if it does not."""
+    capture, serving = target.capture, target.evaluation.serving
+    if capture.starts_engine and capture.software == software.key:
+        return f"capture.backend {capture.backend}"
+    serves = any(engine == software.key and serving.starts(engine) for engine in serving.engines)
+    return "evaluation.serving.prompts" if serves else ""
+
+
+def locate_python(registry: Registry, software: EngineSoftware) -> Path:
+    """Return the Python that the deployment names for an engine."""
+    installation: EngineInstallation = getattr(registry.load_deployment(), software.key)
+    return Path(os.path.abspath(registry.root / installation.python))
+
+
+def _check_engines(target: TargetSpec, registry: Registry, findings: Findings) -> None:
+    """Check that environments of engines exist and have them, by their files: the programs start them, which takes seconds."""
+    for software in ENGINE_SOFTWARE.values():
+        reason, python = explain_start(target, software), locate_python(registry, software)
+        if not reason:
+            continue
+        if not python.is_file():
+            findings.error(
+                f"target {target.name}: {reason} needs {software.name}, and {python} does not exist: make {software.key}-env, "
+                f"or name its environment in registry/deployment.yaml: {software.key}.python"
+            )
+            continue
         with findings.collect_errors():
-            _require_sglang(python, starts_sglang)
+            version = software.find_installed_version(python)
+            _require_engine(software, python, version, reason.startswith("capture"))
+            if version and version.partition("+")[0] not in software.versions:
+                findings.warning(
+                    f"target {target.name}: {python}, named as {software.key}.python, is {software.name} {version}, tested with "
+                    f"{' and '.join(software.versions)}: what it captures counts if it equals the target's own layers"
+                )
 
 
-def _require_sglang(python: Path, captures: bool) -> None:
-    """Raise ConfigError if the environment certainly has no SGLang, or one that cannot capture what it has to."""
-    version = find_installed_version(python)
+def _require_engine(software: EngineSoftware, python: Path, version: str | None, captures: bool) -> None:
+    """Raise ConfigError if the environment certainly has no such engine, or one that cannot capture what it has to."""
+    where = f"{python}, named as {software.key}.python,"
     if version == "":
-        raise ConfigError(f"{python}, named as sglang.python, has no SGLang: install it there (make sglang-env)")
-    if version and captures:
-        require_capturing(version, f"{python}, named as sglang.python,")
+        raise ConfigError(f"{where} has no {software.name}: install it there (make {software.key}-env)")
+    if version and captures and software is SGLANG:
+        require_capturing(version, where)

@@ -185,12 +185,14 @@ def _check_control_folder(target: TargetSpec, registry: Registry, findings: Find
 def _check_mooncake(target: TargetSpec, registry: Registry, findings: Findings) -> None:
     """Check that each Python whose programs use a stream's Mooncake store can import the library."""
     pythons = [Path(sys.executable)]
-    if target.capture.inside_sglang:
-        pythons.append(Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python)))
+    inside = target.capture.inside
+    if inside is not None:
+        named = getattr(registry.load_deployment(), inside).python
+        pythons.append(Path(os.path.abspath(registry.root / named)))
     for python in pythons:
         problem = _find_import_problem(python)
         if problem:
-            where = "this Python" if python == pythons[0] else "sglang.python"
+            where = "this Python" if python == pythons[0] else f"{inside}.python"
             findings.error(
                 f"target {target.name}: streaming.store.kind mooncake: {where}: {problem.rpartition(': ')[2][:60]}. Install "
                 "draftworks[mooncake], and libibverbs1 libnl-3-200 libnl-route-3-200"

@@ -23,7 +23,7 @@ from draftworks.evaluation.ladder.statistics import (
     find_block_interval,
 )
 from draftworks.production.scrape import count_accepted
-from draftworks.sglang.counters import PASSES
+from draftworks.servers.counters import PASSES
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftworks.errors import EngineError
-from draftworks.sglang.counters import (
+from draftworks.servers.counters import (
     ACCEPTED,
     BY_POSITION,
     CREATED,
@@ -16,9 +16,9 @@ from draftworks.sglang.counters import (
     PROCESS_START,
     PROPOSED,
     REQUESTS,
-    SGLANG,
+    SGLANG_COUNTERS,
     TOKENS,
-    VLLM,
+    VLLM_COUNTERS,
     Metrics,
     ServerCounters,
     parse_metrics,
@@ -160,9 +160,9 @@ def scrape_sglang(address: Address, expected_models: Collection[str]) -> Scrape:
             what SGLang sends.
     """
     info = address.fetch_object("/server_info") or {}
-    metrics = address.fetch_metrics(SGLANG, "start SGLang with --enable-metrics")
+    metrics = address.fetch_metrics(SGLANG_COUNTERS, "start SGLang with --enable-metrics")
     if not metrics.prefixed and not info:
-        raise EngineError(f"has neither /server_info nor a metric {SGLANG.prefix}…: is it SGLang?")
+        raise EngineError(f"has neither /server_info nor a metric {SGLANG_COUNTERS.prefix}…: is it SGLang?")
     names = [_read_text(info, "model_path"), _read_text(info, "served_model_name"), *metrics.list_models()]
     require_model(names, expected_models)
     if info and not info.get("speculative_algorithm"):
@@ -176,16 +176,19 @@ def scrape_sglang(address: Address, expected_models: Collection[str]) -> Scrape:
         started=None,
         draft=_name_draft(info),
         counters=counters,
-        gauge=metrics.read_gauge(SGLANG.others[LENGTH]) or None,  # SGLang sets it to 0 where no pass ran lately
+        gauge=metrics.read_gauge(SGLANG_COUNTERS.others[LENGTH])
+        or None,  # SGLang sets it to 0 where no pass ran lately
         remarks=_list_sglang_remarks(info, version, counters),
     )
 
 
 def _read_counters(metrics: Metrics, version: str | None) -> dict[str, int]:
     """Return the counters; 0 for those that a version which is known to have them did not count yet; {} without them."""
-    if version not in SGLANG.versions and SGLANG.counters[PASSES] not in metrics:
+    if version not in SGLANG_COUNTERS.versions and SGLANG_COUNTERS.counters[PASSES] not in metrics:
         return {}
-    return {name: metrics.read_counter(each) if each in metrics else 0 for name, each in SGLANG.counters.items()}
+    return {
+        name: metrics.read_counter(each) if each in metrics else 0 for name, each in SGLANG_COUNTERS.counters.items()
+    }
 
 
 def _name_draft(info: Mapping[str, Any]) -> str | None:
@@ -196,13 +199,13 @@ def _name_draft(info: Mapping[str, Any]) -> str | None:
 
 def _list_sglang_remarks(info: Mapping[str, Any], version: str | None, counters: Mapping[str, int]) -> tuple[str, ...]:
     found = []
-    if version not in SGLANG.versions:
+    if version not in SGLANG_COUNTERS.versions:
         said = f"SGLang {version}" if version else "a server that does not say its version"
-        found.append(f"{said}: the names of the counters are known of {', '.join(SGLANG.versions)} alone")
+        found.append(f"{said}: the names of the counters are known of {', '.join(SGLANG_COUNTERS.versions)} alone")
     if not info:
         found.append("no /server_info: the draft is taken to be the one in service")
     if not counters:
-        found.append(f"no counters, only the gauge {SGLANG.others[LENGTH]} of the last batches: no interval")
+        found.append(f"no counters, only the gauge {SGLANG_COUNTERS.others[LENGTH]} of the last batches: no interval")
     return tuple(found)
 
 
@@ -220,21 +223,23 @@ def scrape_vllm(address: Address, expected_models: Collection[str]) -> Scrape:
     Raises:
         EngineError: it cannot be reached, serves another model, does not speculate, or its answers are not what vLLM sends.
     """
-    metrics = address.fetch_metrics(VLLM, "is it vLLM, started without --disable-log-stats?")
+    metrics = address.fetch_metrics(VLLM_COUNTERS, "is it vLLM, started without --disable-log-stats?")
     if not metrics.prefixed:
-        raise EngineError(f"has no metric {VLLM.prefix}…: is it vLLM?")
-    missing = [name for name in VLLM.counters.values() if name not in metrics]
+        raise EngineError(f"has no metric {VLLM_COUNTERS.prefix}…: is it vLLM?")
+    missing = [name for name in VLLM_COUNTERS.counters.values() if name not in metrics]
     labels = metrics.list_models()
     require_model([*labels, *_list_roots(address, labels)], expected_models)
     if missing:
         raise EngineError(
             f"has no {missing[0]}: it runs without speculative decoding, or is a version with other names (those of "
-            f"{', '.join(VLLM.versions)} are known)"
+            f"{', '.join(VLLM_COUNTERS.versions)} are known)"
         )
-    counters = {name: metrics.read_counter(each) for name, each in VLLM.counters.items()}
+    counters = {name: metrics.read_counter(each) for name, each in VLLM_COUNTERS.counters.items()}
     if counters[ACCEPTED] > counters[PROPOSED]:
         raise EngineError(f"counts {counters[ACCEPTED]:,} accepted tokens of {counters[PROPOSED]:,} proposed ones")
-    started = metrics.read_gauge(VLLM.others[PROCESS_START]) or metrics.read_gauge(VLLM.others[CREATED])
+    started = metrics.read_gauge(VLLM_COUNTERS.others[PROCESS_START]) or metrics.read_gauge(
+        VLLM_COUNTERS.others[CREATED]
+    )
     version = (address.fetch_object("/version") or {}).get("version")
     version = version if isinstance(version, str) and version else None
     return Scrape(
@@ -248,10 +253,10 @@ def scrape_vllm(address: Address, expected_models: Collection[str]) -> Scrape:
 
 
 def _read_positions(metrics: Metrics) -> dict[str, int]:
-    found = metrics.read_counter_by(VLLM.others[BY_POSITION], "position")
+    found = metrics.read_counter_by(VLLM_COUNTERS.others[BY_POSITION], "position")
     if len(found) > MAX_POSITIONS or not all(position.isascii() and position.isdecimal() for position in found):
         raise EngineError(
-            f"{VLLM.others[BY_POSITION]}: expected up to {MAX_POSITIONS} numbered positions, found {len(found)}"
+            f"{VLLM_COUNTERS.others[BY_POSITION]}: expected up to {MAX_POSITIONS} numbered positions, found {len(found)}"
         )
     return {f"{POSITION}{int(position)}": count for position, count in found.items()}
 
@@ -267,7 +272,10 @@ def _list_roots(address: Address, labels: Sequence[str]) -> list[str]:
 
 def _list_vllm_remarks(version: str | None) -> tuple[str, ...]:
     said = "the server does not say its draft: it is taken to be the one in service when the process started"
-    if version is not None and any(version.startswith(f"{known}.") for known in VLLM.versions):
+    if version is not None and any(version.startswith(f"{known}.") for known in VLLM_COUNTERS.versions):
         return (said,)
     found = f"vLLM {version}" if version else "a vLLM that does not say its version"
-    return (said, f"{found}: the names of the counters are known of {', '.join(VLLM.versions)}; this one has the same")
+    return (
+        said,
+        f"{found}: the names of the counters are known of {', '.join(VLLM_COUNTERS.versions)}; this one has the same",
+    )

@@ -211,6 +211,7 @@ def make_engine_place(
         head=lambda: TargetParts.load(run.target).head,
         embedding=lambda: TargetParts.load(run.target).embedding,
         sglang=run.sglang,
+        vllm=run.vllm,
         local_rank=ctx.local_rank,
         longest=max((len(row.input_ids) for row in tokens), default=0),
         servers=servers,

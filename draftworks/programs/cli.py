@@ -223,6 +223,12 @@ COMMANDS = {
     "summary": CommandPlace(
         "summary", "summary", "Show what exists for a target: every result, and the acceptance of its drafts.", SEE
     ),
+    "status": CommandPlace(
+        "summary",
+        "status",
+        "Show every draft: promised and served acceptance, and what a person should do, the most urgent first.",
+        SEE,
+    ),
     "leaderboard": CommandPlace(
         "summary",
         "leaderboard",
@@ -263,6 +269,12 @@ COMMANDS = {
         "service_commands",
         "in_service",
         "Show the draft in service, its state, figures and canary; with --folder, where a server finds it.",
+        SERVE,
+    ),
+    "exchange": CommandPlace(
+        "exchange",
+        "exchange",
+        "Have a running vLLM load the draft in service, without a restart; prints what a service hook confirms with.",
         SERVE,
     ),
     "decide": CommandPlace(

@@ -105,6 +105,7 @@ def _make_place(run: MeasureRun, folder: Path) -> EnginePlace:
         head=lambda: TargetParts.load(run.target).head,
         embedding=lambda: TargetParts.load(run.target).embedding,
         sglang=run.sglang,
+        vllm=run.vllm,
         longest=find_max_sample_length(run),
     )
 
@@ -158,6 +159,7 @@ def _capture_rows(run: MeasureRun, engine: TargetEngine, rows: list[TokenRow], s
         capture=run.capture.as_plain(),
         store=StoreSpec(root=scratch),
         sglang=run.sglang,
+        vllm=run.vllm,
     )
     began = time.monotonic()
     capture_missing(asked, lambda: engine, rows)

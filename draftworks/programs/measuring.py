@@ -60,8 +60,10 @@ def measure_target(name: str, registry: Registry, prompts: int = PROMPTS, limit_
     with tempfile.TemporaryDirectory(prefix="draftworks-measure-") as scratch:
         folder = Path(scratch)
         write_conversations(folder / "asked", chosen)
-        sglang = registry.load_deployment().sglang
-        python = os.path.abspath(registry.root / sglang.python)
+        deployment = registry.load_deployment()
+        pythons = {
+            name: os.path.abspath(registry.root / getattr(deployment, name).python) for name in ("sglang", "vllm")
+        }
         run = MeasureRun(
             out=folder,
             target=files,
@@ -71,15 +73,16 @@ def measure_target(name: str, registry: Registry, prompts: int = PROMPTS, limit_
             max_rejected_share=1.0,
             max_length=target.max_length,
             capture=target.capture,
-            sglang=sglang.model_copy(update={"python": python}),
+            sglang=deployment.sglang.model_copy(update={"python": pythons["sglang"]}),
+            vllm=deployment.vllm.model_copy(update={"python": pythons["vllm"]}),
             taps=collect_taps(target, files.num_layers),
             limit_s=limit_s,
             prompt_tokens=_estimate_prompt(chosen, files),
             record=record,
             identity=identity,
         )
-        inside = target.capture.inside_sglang and not settings.endpoint
-        _run_program(python if inside else sys.executable, run.save(folder / "measure.yaml"), name)
+        inside = target.capture.inside if not settings.endpoint else None
+        _run_program(pythons[inside] if inside else sys.executable, run.save(folder / "measure.yaml"), name)
     return record
 
 

@@ -50,6 +50,7 @@ def regenerate(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
         place = EnginePlace(
             folder,
             sglang=run.sglang,
+            vllm=run.vllm,
             local_rank=ctx.local_rank,
             longest=find_max_sample_length(run),
             servers=servers,

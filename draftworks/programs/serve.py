@@ -1,119 +1,132 @@
-"""`python -m draftworks.programs.serve FILE`: rung 6, the acceptance of an exported draft in a live SGLang server."""
+"""`python -m draftworks.programs.serve FILE`: rung 6, the acceptance of an exported draft in a live server."""
 
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from draftworks.capture.batch_notes import Progress
+from draftworks.config.decoding import GREEDY, Decoding
 from draftworks.config.run_files import ServeRun
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.collectives import resolve_device
-from draftworks.errors import DataError, EngineError
+from draftworks.errors import DataError
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.loop import current_timing_context
 from draftworks.evaluation.ladder.server_acceptance import (
     SERVER_METRIC,
+    RungAgreement,
     ServerMeasurement,
     ServerPrompt,
-    WalkAgreement,
     ask_server,
     build_server_prompts,
-    compare_with_walk,
+    compare_with_rung,
+    require_same_target,
+    select_first_answers,
 )
 from draftworks.evaluation.ladder.statistics import Resampling, summarize_acceptance
-from draftworks.evaluation.report.comparison import read_walk
-from draftworks.export.conventions import DRAFT_FOLDER
+from draftworks.evaluation.report.comparison import read_loop, read_walk
+from draftworks.evaluation.report.served import ENGINES
+from draftworks.programs.draft_servers import DraftServer, open_draft_server
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.sglang.client import GenerateRequest
-from draftworks.sglang.environment import require_cpu_speculation
-from draftworks.sglang.server import ServerOptions, SGLangServer
-from draftworks.sglang.speculation import (
-    Counters,
-    SpeculatedAnswer,
-    SpeculatingClient,
-    Speculation,
-    read_accept_length,
-    read_verified_tokens,
-    require_cpu_dtype,
-)
+from draftworks.servers.client import Counters, Sampling, SpeculatedAnswer
 from draftworks.storage.files import publish_json
+from draftworks.storage.identity import digest
 
 RESULT = "serving.json"
 SCHEMA_VERSION = 1
-CPU_MEMORY_SHARE = 0.8
-"""Upper limit, as a share of main memory; the number of tokens in the KV cache decides how much is used."""
 
 
 def measure_server(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Answer the eval set's prompts by speculative decoding, and compare with the walk over the same answers.
+    """Measure in every server of a run, one after another; what is published is of all of them.
 
     Raises:
-        ConfigError: there is no SGLang, or it cannot speculate with this kind of draft on this machine.
-        EngineError: the server does not start, or proposes another number of tokens than the walk.
+        As `measure_one`.
+    """
+    first, *others = [measure_one(each, ctx) for each in run.list_runs()]
+    publish_json(run.out / RESULT, {**first, **({"others": others} if others else {})})
+    shown = [_without_prompts(each) for each in (first, *others)]
+    return {**shown[0], **({"others": shown[1:]} if others else {})}
+
+
+def measure_one(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
+    """Answer the eval set's prompts by speculative decoding, and compare with the walk over the same answers.
+
+    Sampled answers are compared with rung 4 of the same decoding, if the report has it.
+
+    Raises:
+        ConfigError: as `open_draft_server`.
+        EngineError: the same, or a running server is of another target.
         DataError: the eval set has no prompt.
     """
-    device = resolve_device(run.serving.device).type
-    speculation = Speculation.of_command(run.command, DRAFT_FOLDER, run.draft).with_draft_tokens(run.draft_tokens)
-    speculation.require_supported(device)
-    if device == "cpu":
-        _require_cpu_support(run)
     stop_ids = ChatTokenizer.load(run.target).eos_ids
     limits = DecodingLimits(run.max_new_tokens, stop_ids)
     asked = build_server_prompts(TokenizedSet.open(run.tokens), run.serving.prompts, limits, run.max_length)
     if not asked:
         raise DataError(f"{run.tokens}: expected samples with a prompt before their answer, found none to ask a server")
-    with _run_server(run, ctx, _make_server_options(run, device, speculation)) as client:
-        live = _ask_all(client, run, ctx, asked, stop_ids)
+    decodings = [Decoding.parse(suffix) for suffix in run.decodings]
+    with open_draft_server(run, ctx) as server:
+        ctx.log(f"{ENGINES[run.engine]} is ready: {len(asked)} answers, {run.serving.concurrency} at a time")
+        questioner = _Questioner(server, run, ctx, stop_ids)
+        greedy = questioner.ask(asked, GREEDY)
+        if run.url is not None:
+            require_same_target(asked, greedy.served, f"{ENGINES[run.engine]} at {run.url}")
+        sampled = [questioner.ask(select_first_answers(asked), decoding) for decoding in decodings]
     resampling = Resampling(run.confidence, run.resamples)
-    compared = compare_with_walk(live.served.prompts, read_walk(run.report), run.serving.tolerance, resampling)
-    ctx.log(_format_result(live, compared))
-    result = {
+    compared = compare_with_rung(greedy.served.prompts, read_walk(run.report), run.serving.tolerance, resampling)
+    ctx.log(_format_result(greedy, compared))
+    return {
         "schema_version": SCHEMA_VERSION,
         "metric": f"eval/{SERVER_METRIC}",
         "rung": 6,
-        "acceptance": summarize_acceptance(live.served.prompts, resampling).to_json(),
-        "prompts": {one.sample_id: list(one.histogram) for one in live.served.prompts},
+        **greedy.to_json(resampling),
         "walk": compared.to_json(),
-        **live.to_json(),
-        "algorithm": speculation.algorithm,
+        "algorithm": server.algorithm,
         "compute_dtype": run.serving.compute_dtype,
         "concurrency": run.serving.concurrency,
         "occasion": current_timing_context(resolve_device(run.serving.device)).to_json(),
+        "engine": run.engine,
+        **({} if run.url is None else {"url": run.url, "draft_compared": server.compared}),
+        "sampled": [_judge_sampled(one, run, ctx, resampling) for one in sampled],
     }
-    publish_json(run.out / RESULT, result)
-    return {name: value for name, value in result.items() if name != "prompts"}
+
+
+def _without_prompts(result: dict[str, Any]) -> dict[str, Any]:
+    """Return figures without those of single prompts."""
+    kept = {name: value for name, value in result.items() if name != "prompts"}
+    return kept | ({"sampled": list(map(_without_prompts, kept["sampled"]))} if "sampled" in kept else {})
 
 
 @dataclass(frozen=True)
 class _ServerRun:
-    """The answers of a server, and its counters.
+    """The answers of a server by one decoding, and its counters.
 
     Attributes:
         seconds: time of all answers, several at a time, with prefill.
         counters: the server's own, over the same time.
-        accept_length: tokens per pass according to /server_info; None if it has no value.
+        accept_length: tokens per pass according to the server; None if it has no value.
     """
 
+    decoding: Decoding
     served: ServerMeasurement
     seconds: float
     counters: Counters
     accept_length: float | None
     version: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, resampling: Resampling) -> dict[str, Any]:
+        served = self.served
         return {
-            "answers": self.served.answers,
-            "same_answers": self.served.identical_answers,
-            "tokens": self.served.tokens,
+            "acceptance": summarize_acceptance(served.prompts, resampling).to_json(),
+            "prompts": {one.sample_id: list(one.histogram) for one in served.prompts},
+            "answers": served.answers,
+            "same_answers": served.identical_answers,
+            "tokens": served.tokens,
             "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self.served.tokens / self.seconds, 2),
+            "tokens_per_second": round(served.tokens / self.seconds, 2),
             "server": {
                 "version": self.version,
                 "passes": self.counters.passes,
@@ -121,21 +134,6 @@ class _ServerRun:
                 "avg_spec_accept_length": self.accept_length,
             },
         }
-
-
-@contextmanager
-def _run_server(run: ServeRun, ctx: ProgramContext, options: ServerOptions) -> Iterator[SpeculatingClient]:
-    """Run a server of our own, and stop it in any case."""
-    sglang = run.sglang
-    server = SGLangServer(Path(sglang.python), options, run.logs, sglang.start_timeout_s, sglang.grace_s)
-    ctx.log(f"starting SGLang with {options.draft.algorithm if options.draft else 'no draft'}, its log is {server.log}")
-    server.start()
-    client = SpeculatingClient(server.url, sglang.request_timeout_s)
-    try:
-        yield client
-    finally:
-        server.stop()  # first: a closed client would not wake the threads that wait for an answer
-        client.close()
 
 
 class _AnswerProgress:
@@ -156,62 +154,51 @@ class _AnswerProgress:
         self._ctx.report_progress(progress.summarize(), force=self._done == self._total)
 
 
-def _ask_all(
-    client: SpeculatingClient, run: ServeRun, ctx: ProgramContext, asked: list[ServerPrompt], stop_ids: tuple[int, ...]
-) -> _ServerRun:
-    info = client.get_raw_info()
-    proposed = read_verified_tokens(info) - 1
-    if proposed != run.draft_tokens:
-        raise EngineError(
-            f"SGLang proposes {proposed} tokens per pass, the walk that it is compared with {run.draft_tokens}: "
-            "expected the same. Leave evaluation.draft_tokens out for a draft whose own config sets how many it proposes"
-        )
+@dataclass(frozen=True)
+class _Questioner:
+    """Asks a server the eval set's prompts."""
 
-    def answer(prompt: ServerPrompt):
-        sampling = {"temperature": 0.0, "max_new_tokens": prompt.max_new_tokens, "stop_token_ids": list(stop_ids)}
-        return client.answer(GenerateRequest(uuid.uuid4().hex, prompt.prompt, sampling))
+    server: DraftServer
+    run: ServeRun
+    ctx: ProgramContext
+    stop_ids: tuple[int, ...]
 
-    before, started = client.get_counters(), time.monotonic()
-    progress = _AnswerProgress(ctx, len(asked), started)
-    ctx.log(f"SGLang is ready: {len(asked)} answers, {run.serving.concurrency} at a time")
-    served = ask_server(asked, answer, run.serving.concurrency, progress.add)
-    seconds = time.monotonic() - started
-    return _ServerRun(
-        served,
-        seconds,
-        client.get_counters().subtract(before),
-        read_accept_length(client.get_raw_info()),
-        str(info.get("version")),
-    )
+    def ask(self, asked: Sequence[ServerPrompt], decoding: Decoding) -> _ServerRun:
+        def answer(prompt: ServerPrompt) -> SpeculatedAnswer:
+            return self.server.answer(prompt.prompt, self._choose_sampling(prompt, decoding))
 
+        before, started = self.server.get_counters(), time.monotonic()
+        if decoding != GREEDY:
+            self.ctx.log(f"{len(asked)} answers at {decoding.describe()}, accepted by the rule {decoding.rule}")
+        progress = _AnswerProgress(self.ctx, len(asked), started)
+        served = ask_server(asked, answer, self.run.serving.concurrency, progress.add)
+        seconds = time.monotonic() - started
+        counted = self.server.get_counters().subtract(before)
+        return _ServerRun(decoding, served, seconds, counted, self.server.read_accept_length(), self.server.version)
 
-def _make_server_options(run: ServeRun, device: str, speculation: Speculation) -> ServerOptions:
-    server, on_gpu = run.serving.server, device == "cuda"
-    return ServerOptions(
-        model=run.target.model,
-        revision=run.target.revision,
-        tokenizer=run.target.tokenizer,
-        context=run.target.context,
-        dtype=run.serving.compute_dtype,
-        device=device,
-        layer_ids=(),
-        spool=run.logs / "spool",
-        tp_size=server.tp_size,
-        dp_size=server.dp_size,
-        mem_fraction=server.mem_fraction or (None if on_gpu else CPU_MEMORY_SHARE),
-        max_total_tokens=server.max_total_tokens
-        or (None if on_gpu else (run.serving.concurrency + 1) * 2 * run.target.context),
-        extra=tuple(server.args),
-        draft=speculation,
-    )
+    def _choose_sampling(self, prompt: ServerPrompt, decoding: Decoding) -> Sampling:
+        seed = int(digest([prompt.sample_id])[:7], 16) if decoding.temperature else None
+        cuts = (decoding.top_k, decoding.top_p)
+        return Sampling(prompt.max_new_tokens, self.stop_ids, decoding.temperature, *cuts, seed)
 
 
-def _require_cpu_support(run: ServeRun) -> None:
-    require_cpu_dtype(run.serving.compute_dtype)
-    require_cpu_speculation(Path(run.sglang.python))
+def _judge_sampled(live: _ServerRun, run: ServeRun, ctx: ProgramContext, resampling: Resampling) -> dict[str, Any]:
+    """Return the figures of sampled answers, beside rung 4 of the same decoding if the report has it."""
+    loop = read_loop(run.report, live.decoding)
+    compared = compare_with_rung(live.served.prompts, loop, run.serving.tolerance, resampling) if loop else None
+    said = "the report has no rung 4 of this decoding (evaluation.loop)"
+    if compared is not None:
+        said = f"{compared.paired.difference:+.3f} accepted tokens per pass against rung 4 on {compared.paired.prompts} samples"
+    ctx.log(f"{live.decoding.suffix}: {live.served.tokens} tokens in {live.served.passes} passes (rung 6); {said}")
+    return {
+        "metric": f"eval/{SERVER_METRIC}_{live.decoding.suffix}",
+        "decoding": live.decoding.to_json(),
+        **live.to_json(resampling),
+        "loop": None if compared is None else compared.to_json(),
+    }
 
 
-def _format_result(live: _ServerRun, compared: WalkAgreement) -> str:
+def _format_result(live: _ServerRun, compared: RungAgreement) -> str:
     served, paired = live.served, compared.paired
     return (
         f"{served.tokens} tokens in {served.passes} passes (rung 6), {served.identical_answers} of {served.answers} "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftworks.errors import ConfigError, DraftworksError
-from draftworks.evaluation.acceptance_length import NAME, SYMBOL, format_length
+from draftworks.evaluation.acceptance_length import NAME, NOTE, SYMBOL, format_length
 from draftworks.evaluation.report import text_tables
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary
 from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
@@ -234,6 +234,38 @@ def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         typer.echo(markdown(standings), nl=False)
         return
     print_table(build_leaderboard(standings, time.time()))
+
+
+def status(
+    targets: Annotated[list[str] | None, typer.Argument(help="Only these; default: all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    registry: RegistryOption = CHECKOUT_REGISTRY,
+) -> None:
+    """Show every draft: promised and served acceptance, and what a person should do, the most urgent first.
+
+    Reads records only: no server is asked, and no file is read for its digest.
+    """
+    from draftworks.decision.fleet_status import describe_row, list_advice, read_status
+
+    try:
+        found = read_status(Registry(registry), targets or None, time.time())
+    except DraftworksError as error:
+        raise report_error(error) from None
+    if as_json:
+        typer.echo(json.dumps({"drafts": [one.to_json() for one in found]}))
+        return
+    if not found:
+        print_text(f"{registry}: no target yet: add one to targets/, and draftworks check")
+        return
+    print_table(TextTable.of("drafts", map(describe_row, found), caption=STATUS_CAPTION))
+    for line in list_advice(found):
+        print_text(line)
+
+
+STATUS_CAPTION = (
+    f"{NOTE} Promised: of the draft in service, or else of the newest, on the walk (rung 3). Served: by its servers' own "
+    "counters (rung 6) when they were last read; – where none was."
+)
 
 
 def build_leaderboard(standings: Sequence[Standing], now: float) -> TextTable:

@@ -11,7 +11,8 @@ from typing import Any
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import DraftworksError, StoreError
-from draftworks.export.conventions import GATE_MEANINGS
+from draftworks.evaluation.report.served import list_served, name_engine
+from draftworks.export.conventions import GATE_MEANINGS, SERVER_COMMANDS
 from draftworks.service.register import EvalFigures, InService, ServedDraft, ServiceRegister
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.event_log import MAX_RECORD_BYTES
@@ -150,19 +151,21 @@ def _require_served(artifacts: ArtifactStore, target: TargetSpec, strategy: str,
     """Raise RefusedError if the entry asks for a serving check that this export has not passed."""
     serving = target.evaluation.serving
     made = export.summary["formats"]
-    if not serving.prompts or not any("SGLang" in result["commands"] for result in made.values()):
+    wanted = {SERVER_COMMANDS[engine] for engine in serving.engines}
+    if not serving.prompts or not any(wanted & result["commands"].keys() for result in made.values()):
         return
     if serving.format is not None and serving.format not in made:
         return  # the strategy has no serving asset for this target
     digests = {result["digest"] for result in made.values()}
     for found in artifacts.list_all(of_strategy(strategy).serving, target.name):
         if found.identity.get("export") in digests:
-            walk = found.summary["walk"]
-            if not walk["agrees"]:
-                raise RefusedError(
-                    f"{where}: a live server accepts {walk['difference']:+.3f} tokens per pass against the walk, which is "
-                    f"more than {walk['allowed']:.3f}. Look at the asset {found.asset}"
-                )
+            for one in list_served(found.summary):
+                walk = one["walk"]
+                if not walk["agrees"]:
+                    raise RefusedError(
+                        f"{where}: a live server ({name_engine(one)}) accepts {walk['difference']:+.3f} tokens per pass against "
+                        f"the walk, which is more than {walk['allowed']:.3f}. Look at the asset {found.asset}"
+                    )
             return
     raise RefusedError(
         f"{where}: expected a serving check (evaluation.serving.prompts), found none of this export. "

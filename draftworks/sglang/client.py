@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError
+from draftworks.errors import AbortedRequestError, CaptureError, EngineError
+from draftworks.servers.client import EngineClient, GenerateRequest, Generation
+from draftworks.sglang.environment import SGLANG
 from draftworks.sglang.hook import find_spool, uses_mooncake
-from draftworks.sglang.server_start import build_headers
-from draftworks.storage.http_call import HttpClient, NoAnswerError
-
-CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -49,67 +45,10 @@ class ServerInfo:
     mooncake: bool = False
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
-    """A prompt with SGLang's sampling parameters for it."""
+class SGLangClient(EngineClient):
+    """Client of one server, for any number of threads. Raises as `EngineClient` does."""
 
-    request_id: str
-    input_ids: Sequence[int]
-    sampling: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """SGLang's answer to a prompt.
-
-    Attributes:
-        finish: SGLang's finish reason: `stop` (an end token, which is part of `output_ids`) or `length`.
-        cached_tokens: number of tokens of the prompt that were found in the prefix cache and not computed.
-    """
-
-    output_ids: tuple[int, ...]
-    finish: str
-    cached_tokens: int
-
-
-class SGLangClient:
-    """Client of one server, for any number of threads.
-
-    Raises (all methods):
-        EngineError: no connection, no answer in time, or an error of the server.
-        CaptureError: the server refuses a request (too long, for example).
-
-    Args:
-        key: the server's API key; None for a server without one.
-    """
-
-    def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._http = HttpClient(
-            self.url,
-            timeout_s,
-            build_headers(key),
-            connect_s=CONNECT_TIMEOUT_S,
-            name=self._where,
-            setting="sglang.request_timeout_s of the deployment",
-        )
-
-    def __enter__(self) -> SGLangClient:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._http.close()
-
-    def require_reachable(self) -> None:
-        """Raise EngineError if the server cannot be connected to; a busy one may take its time to answer."""
-        try:
-            self._http.call("GET", "/health", timeout_s=CONNECT_TIMEOUT_S)
-        except NoAnswerError as error:
-            if not error.timed_out:
-                raise
+    SOFTWARE = SGLANG
 
     def get_info(self) -> ServerInfo:
         info = self._call_for_object("GET", "/server_info")
@@ -134,10 +73,7 @@ class SGLangClient:
 
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text by the server's tokenizer, without special tokens."""
-        found = self._call_for_object("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
-        if not isinstance(found, list):
-            raise EngineError(f"{self._where}: /tokenize: expected a list of tokens, found {str(found)[:200]}")
-        return found
+        return self._tokenize({"prompt": text, "add_special_tokens": False})
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Return one answer for each request, in their order; the server processes them together."""
@@ -155,10 +91,6 @@ class SGLangClient:
             raise EngineError(f"{self._where}: /generate: expected a list of {len(requests)} answers, found {found}")
         return [parse_generation(answer) for answer in answers]
 
-    @property
-    def _where(self) -> str:
-        return f"SGLang at {self.url}"
-
     def _get_model_info(self) -> dict[str, Any]:
         """Return the server's answer to /model_info; empty if the server does not know that path.
 
@@ -168,27 +100,6 @@ class SGLangClient:
             return self._call_for_object("GET", "/model_info")
         except CaptureError:
             return {}
-
-    def _call_for_object(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        found = self._call(method, path, body)
-        if not isinstance(found, dict):
-            raise EngineError(f"{self._where}: {path}: expected a JSON object, found {str(found)[:200]}")
-        return found
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        answer = self._http.call(method, path, body)
-        if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
-            raise PassingTroubleError(f"{self._where} is overloaded ({path}, 429): {answer.quoted}")
-        if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            raise EngineError(f"{self._where} refused our key, or wants one ({path}, {answer.status})")
-        if 400 <= answer.status < 500:
-            raise CaptureError(f"{self._where} refused {path} ({answer.status}): {answer.quoted}")
-        if not answer.is_success:
-            raise EngineError(f"{self._where} failed on {path} ({answer.status} {answer.reason}): {answer.quoted}")
-        try:
-            return answer.parse()
-        except ValueError as error:
-            raise EngineError(f"{self._where} failed on {path}: {error}: {answer.quoted}") from error
 
 
 def parse_generation(answer: Any) -> Generation:

@@ -18,10 +18,13 @@ from typing import Any, NoReturn
 import psutil
 
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
-from draftworks.sglang.client import GenerateRequest, Generation, parse_generation
-from draftworks.sglang.environment import LAUNCHER_VARIABLES, check_version
-from draftworks.sglang.server import ServerOptions, find_free_port
-from draftworks.sglang.server_start import tie_children_to_parent
+from draftworks.servers.client import GenerateRequest, Generation
+from draftworks.servers.environment import LAUNCHER_VARIABLES
+from draftworks.servers.process import find_free_port
+from draftworks.servers.start import tie_children_to_parent
+from draftworks.sglang.client import parse_generation
+from draftworks.sglang.environment import SGLANG
+from draftworks.sglang.server import ServerOptions
 
 WHERE = "SGLang in this process"
 _POLL_S = 0.5
@@ -39,7 +42,7 @@ def require_sglang_here() -> str:
             "Python of SGLang's environment (sglang.python of the deployment, as Dagster does), or choose backend "
             "sglang_server, which starts it as a process of its own"
         ) from error
-    check_version(version, where)
+    SGLANG.check_version(version, where)
     return version
 
 

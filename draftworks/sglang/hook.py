@@ -10,126 +10,18 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import traceback
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from draftworks.errors import DraftworksError
-from draftworks.sglang.spool import Part, PartSink, SpoolSink, is_captured, wants_logits
+from draftworks.handover.background import BackgroundHandOver, make_destination, start_hand_over
+from draftworks.handover.spool import Part, is_captured, wants_logits
 
-QUEUE_BYTES = 1 << 30
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Copied:
-    """A part in main memory, whole once `ready` is over; None where nothing is on its way."""
-
-    request_id: str
-    part: Part
-    ready: torch.cuda.Event | None
-
-
-class BackgroundHandOver:
-    """Hands parts to a sink in a daemon thread, so that the engine goes on with the next batch.
-
-    Tensors are copied at once, because the engine may use their memory again: on a GPU into pinned memory, on a stream of
-    its own. Parts that wait take at most `queue_bytes` of memory, or one part; a full queue blocks `put`, and with it the
-    forward pass. No part is lost without a reason in the sink.
-    """
-
-    def __init__(self, sink: PartSink, queue_bytes: int = QUEUE_BYTES) -> None:
-        self._sink = sink
-        self._queue_bytes = queue_bytes
-        self._changed = threading.Condition()
-        self._waiting: deque[_Copied] = deque()
-        self._nbytes = 0
-        self._thread: threading.Thread | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def put(self, request_id: str, part: Part) -> None:
-        """Announce a part and queue it. Wait for room first; tensors may be of any layout, on any device."""
-        nbytes = part.nbytes
-        with self._changed:
-            self._changed.wait_for(lambda: not self._nbytes or self._nbytes + nbytes <= self._queue_bytes)
-        self._sink.announce(request_id, part.start)
-        copied = self._copy(request_id, part)
-        with self._changed:
-            self._nbytes += nbytes
-            self._waiting.append(copied)
-            self._changed.notify_all()
-            if self._thread is None:  # in the process that runs the model: SGLang starts others beside it
-                self._thread = threading.Thread(target=self._run, name="draftworks-hand-over", daemon=True)
-                self._thread.start()
-
-    def fail(self, request_id: str, reason: str) -> None:
-        try:
-            self._sink.fail(request_id, reason)
-        except Exception:
-            log.exception("draftworks: nobody could be told that hidden states of %s were not written", request_id)
-
-    def flush(self) -> None:
-        """Wait until everything that was put is written or has failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._nbytes)
-
-    def _copy(self, request_id: str, part: Part) -> _Copied:
-        tensors = part.list_tensors()
-        device = part.last.device
-        if device.type != "cuda":
-            copies = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for name, tensor in tensors.items()
-            }
-            return _Copied(request_id, Part.from_tensors(part.start, copies), None)
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        small = {
-            name: tensors[name].clone() for name in ("input_ids", "logits") if name in tensors
-        }  # buffers of SGLang
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            copies = {name: _copy_to_pinned(tensor, stream) for name, tensor in {**tensors, **small}.items()}
-            ready = torch.cuda.Event()
-            ready.record(stream)
-        return _Copied(request_id, Part.from_tensors(part.start, copies), ready)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._waiting))
-                copied = self._waiting.popleft()
-            try:
-                if copied.ready is not None:
-                    copied.ready.synchronize()
-                self._sink.write(copied.request_id, copied.part)
-            except BaseException as error:
-                told = isinstance(error, (OSError, DraftworksError))  # what a person can put right needs no traceback
-                reason = f"{type(error).__name__}: {error}" if told else traceback.format_exc()
-                log.error("draftworks: hidden states were not written:\n%s", reason)
-                self.fail(copied.request_id, reason)
-            finally:
-                nbytes = copied.part.nbytes
-                del copied
-                with self._changed:
-                    self._nbytes -= nbytes
-                    self._changed.notify_all()
-
-
-def _copy_to_pinned(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    source = tensor.contiguous()
-    copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
-    tensor.record_stream(stream)
-    return copied
-
 
 FORMER_FACTORY = "draftworks.serving.sglang_hook:capture_hook"
 """Former import path of the hook, which servers that were started with an earlier version still report."""
@@ -139,11 +31,11 @@ class SGLangCaptureBackend:
     """Forward hook that hands over the parts of Draftworks' requests; SGLang calls it at every forward pass.
 
     It never raises, because an error here would end the engine; the waiting reader finds the reason in the sink. Parts
-    are written in the background, `queue_bytes` of them at a time.
+    are written in the background.
     """
 
-    def __init__(self, sink: PartSink, queue_bytes: int = QUEUE_BYTES) -> None:
-        self.hand_over = BackgroundHandOver(sink, queue_bytes)
+    def __init__(self, hand_over: BackgroundHandOver) -> None:
+        self.hand_over = hand_over
 
     def __call__(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         try:
@@ -176,7 +68,7 @@ class SGLangCaptureBackend:
 
 def capture_hook(config: dict[str, Any]) -> SGLangCaptureBackend:
     """Create the hook; SGLang calls this with the `config` of `format_hook_option`."""
-    return SGLangCaptureBackend(_make_sink(config), config.get("queue_bytes", QUEUE_BYTES))
+    return SGLangCaptureBackend(start_hand_over(config))
 
 
 def format_hook_option(spool: Path, mooncake: Path | None = None) -> str:
@@ -185,12 +77,11 @@ def format_hook_option(spool: Path, mooncake: Path | None = None) -> str:
     Args:
         mooncake: address file of the Mooncake store that hidden states go through, instead of the spool.
     """
-    config = {"spool": str(spool)} if mooncake is None else {"mooncake": str(mooncake)}
     hook = {
         "name": "draftworks-capture",
         "target_modules": ["logits_processor", "*.logits_processor"],  # wrappers nest it under `language_model`
         "hook_factory": f"{__name__}:{capture_hook.__name__}",
-        "config": config,
+        "config": make_destination(spool, mooncake),
     }
     return json.dumps([hook])
 
@@ -209,14 +100,6 @@ def uses_mooncake(hooks: Sequence[Mapping[str, Any]]) -> bool:
 def _find_config(hooks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     ours = (f"{__name__}:{capture_hook.__name__}", FORMER_FACTORY)
     return next((hook["config"] for hook in hooks if hook.get("hook_factory") in ours), {})
-
-
-def _make_sink(config: Mapping[str, Any]) -> PartSink:
-    if "mooncake" not in config:
-        return SpoolSink(Path(config["spool"]))
-    from draftworks.sglang.mooncake_parts import MooncakeSink  # needs Mooncake, which few environments have
-
-    return MooncakeSink(Path(config["mooncake"]))
 
 
 def _find_prefill(args: Sequence[Any]) -> Any:

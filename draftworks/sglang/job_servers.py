@@ -18,7 +18,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from draftworks.sglang.server_start import make_key_file, read_key
+from draftworks.servers.start import make_key_file, read_key
 from draftworks.storage.files import publish_file
 
 _PREFIX = "servers-"

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import ConfigError, EngineError
-from draftworks.sglang.client import GenerateRequest, SGLangClient
-from draftworks.sglang.counters import PASSES, SGLANG, TOKENS, parse_metrics
+from draftworks.servers.client import Counters, GenerateRequest, SpeculatedAnswer
+from draftworks.servers.counters import PASSES, SGLANG_COUNTERS, TOKENS, parse_metrics
+from draftworks.sglang.client import SGLangClient
 
 ALGORITHM, DRAFT = "--speculative-algorithm", "--speculative-draft-model-path"
 STEPS, BRANCHES, VERIFIED = (
@@ -110,84 +111,40 @@ def require_cpu_dtype(compute_dtype: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class SpeculatedAnswer:
-    """An answer with the counters of accepted tokens of its request.
+def parse_answer(answer: Mapping[str, Any]) -> SpeculatedAnswer:
+    """Parse an answer of /generate with the counters of its request.
 
-    Attributes:
-        passes: number of passes of the target after the prefill, which gives the first token.
-        histogram: entry n is the number of passes that accepted exactly n proposed tokens. It includes tokens that the
-            last pass accepted beyond the answer's end, which `output_ids` does not.
+    Raises:
+        EngineError: the server aborted the request, its counters contradict each other, or it sent no counters, because it
+            does not speculate.
     """
-
-    output_ids: tuple[int, ...]
-    passes: int
-    histogram: tuple[int, ...]
-
-    @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> SpeculatedAnswer:
-        """Parse an answer of /generate.
-
-        Raises:
-            EngineError: the server aborted the request, its counters contradict each other, or it sent no counters,
-                because it does not speculate.
-        """
-        meta, ids = answer["meta_info"], answer["output_ids"]
-        if meta["finish_reason"]["type"] == "abort":
-            raise EngineError(f"SGLang aborted a request: {meta['finish_reason'].get('message', 'it gave no reason')}")
-        if "spec_verify_ct" not in meta:
-            if len(ids) > 1:
-                raise EngineError(
-                    "SGLang answered without counters of speculative decoding: it runs without a draft, or in another "
-                    f"version. It sent {', '.join(sorted(meta))}"
-                )
-            return cls(tuple(ids), 0, ())  # the answer ended with the prefill: there was nothing to verify
-        found = tuple(meta["spec_correct_drafts_histogram"])
-        if sum(found) != meta["spec_verify_ct"]:
+    meta, ids = answer["meta_info"], answer["output_ids"]
+    if meta["finish_reason"]["type"] == "abort":
+        raise EngineError(f"SGLang aborted a request: {meta['finish_reason'].get('message', 'it gave no reason')}")
+    if "spec_verify_ct" not in meta:
+        if len(ids) > 1:
             raise EngineError(
-                f"SGLang's counters disagree: spec_verify_ct is {meta['spec_verify_ct']}, and the histogram {found} "
-                f"has {sum(found)} passes"
+                "SGLang answered without counters of speculative decoding: it runs without a draft, or in another "
+                f"version. It sent {', '.join(sorted(meta))}"
             )
-        return cls(tuple(ids), meta["spec_verify_ct"], found)
-
-    def list_accepted_per_pass(self) -> list[int]:
-        """Return the number of accepted tokens of each pass, in no particular order.
-
-        Tokens that the last pass accepted beyond the answer's end are not counted. SGLang does not report which pass
-        was the last; it is assumed to be one of those that accepted most. The sum is therefore exact, but one entry may
-        not be.
-        """
-        accepted = sorted(n for n, passes in enumerate(self.histogram) for _ in range(passes))
-        beyond = 1 + sum(accepted) + self.passes - len(self.output_ids)
-        if accepted and beyond > 1:  # the first token beyond is the target's own, not a proposed one
-            accepted[-1] -= beyond - 1
-        return accepted
+        return SpeculatedAnswer(tuple(ids), 0, ())  # the answer ended with the prefill: there was nothing to verify
+    found = tuple(meta["spec_correct_drafts_histogram"])
+    if sum(found) != meta["spec_verify_ct"]:
+        raise EngineError(
+            f"SGLang's counters disagree: spec_verify_ct is {meta['spec_verify_ct']}, and the histogram {found} "
+            f"has {sum(found)} passes"
+        )
+    return SpeculatedAnswer(tuple(ids), meta["spec_verify_ct"], found)
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Counters of a server since its start.
+def parse_counters(text: str) -> Counters:
+    """Parse the answer of /metrics, in Prometheus' text format.
 
-    Attributes:
-        passes: number of verifying passes of the target, counted once for each request in the pass.
-        tokens: number of generated tokens.
+    Raises:
+        EngineError: a counter is missing, as on a server without --enable-metrics.
     """
-
-    passes: int
-    tokens: int
-
-    @classmethod
-    def of_metrics(cls, text: str) -> Counters:
-        """Parse the answer of /metrics, in Prometheus' text format.
-
-        Raises:
-            EngineError: a counter is missing, as on a server without --enable-metrics.
-        """
-        metrics = parse_metrics(text, SGLANG.wanted)
-        return cls(*(metrics.read_counter(SGLANG.counters[name]) for name in (PASSES, TOKENS)))
-
-    def subtract(self, before: Counters) -> Counters:
-        return Counters(self.passes - before.passes, self.tokens - before.tokens)
+    metrics = parse_metrics(text, SGLANG_COUNTERS.wanted)
+    return Counters(*(metrics.read_counter(SGLANG_COUNTERS.counters[name]) for name in (PASSES, TOKENS)))
 
 
 def read_accept_length(info: Mapping[str, Any]) -> float | None:
@@ -215,7 +172,7 @@ class SpeculatingClient(SGLangClient):
     def answer(self, request: GenerateRequest) -> SpeculatedAnswer:
         """Return the server's answer to one prompt, with its counters."""
         body = {"rid": request.request_id, "input_ids": list(request.input_ids), "sampling_params": request.sampling}
-        return SpeculatedAnswer.of(self._call("POST", "/generate", body))
+        return parse_answer(self._call("POST", "/generate", body))
 
     def get_raw_info(self) -> dict[str, Any]:
         """Return the whole answer of /server_info."""
@@ -223,7 +180,4 @@ class SpeculatingClient(SGLangClient):
 
     def get_counters(self) -> Counters:
         """Return the server's counters since its start, from /metrics."""
-        answer = self._http.call("GET", "/metrics")
-        if not answer.is_success:
-            raise EngineError(f"SGLang at {self.url} sent no metrics ({answer.status}): {answer.quoted}")
-        return Counters.of_metrics(answer.text)
+        return parse_counters(self._get_metrics())

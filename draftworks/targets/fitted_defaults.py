@@ -206,7 +206,7 @@ class _Place:
         return not self.machine.bfloat16 and self._is_cpu(device) and all(map(self._runs_here, programs))
 
     def serves_on_cpu(self, serving: ServingSpec) -> bool:
-        """Whether SGLang serves a draft on a processor, on which it speculates in float32 only."""
+        """Whether a draft is served on a processor, on which SGLang speculates in float32 only, and vLLM fastest."""
         return serving.device == "cpu" or (self._is_cpu(serving.device) and self._runs_here("serve"))
 
     def _is_cpu(self, device: str) -> bool:

@@ -21,7 +21,7 @@ from draftworks.programs.cli import app
 DRAFTWORKS = typer.main.get_command(app)
 PLACEHOLDERS = {"NAME", "tiny", "short"}
 """Targets that the documents speak of."""
-LOOKING = {"check", "keys", "leaderboard", "summary"}
+LOOKING = {"check", "keys", "leaderboard", "status", "summary"}
 """Commands of `draftworks` that compute nothing."""
 
 

@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 from draftworks.config.base import Spec
-from draftworks.config.capture import CaptureSpec, CustomEngineSpec, ServerSpec, SGLangSpec, StartedServer
+from draftworks.config.capture import CaptureSpec, CustomEngineSpec, ServerSpec, SGLangSpec, StartedServer, VLLMSpec
 from draftworks.config.data import EndpointSpec, MixSpec, RedactionSpec, ResponseSpec, ServedSpec
 from draftworks.config.features import (
     BucketAccess,
@@ -150,9 +150,14 @@ SETTINGS = [
     Settings(
         ServingSpec(),
         own,
-        {"prompts", "concurrency", "compute_dtype", "format", "tolerance", "server"},
+        {"prompts", "concurrency", "compute_dtype", "format", "tolerance", "server", "engines", "urls", "temperatures"},
         {"device"},
-        {"server": StartedServer(tp_size=2)},
+        {
+            "server": StartedServer(tp_size=2),
+            "engines": ["sglang", "vllm"],
+            "urls": {"sglang": "http://127.0.0.1:1"},
+            "temperatures": [0.6],
+        },
     ),
     Settings(
         StartedServer(),
@@ -354,6 +359,7 @@ OF_THE_INSTALLATION = {
     PricesSpec,
     RetentionSpec,
     SGLangSpec,
+    VLLMSpec,
     *KINDS.values(),
     *OBJECT_STORAGE,
 }

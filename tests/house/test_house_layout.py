@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
 ROOMS = [
-    *("storage", "config", "distributed", "mooncake", "data", "features", "targets", "sglang"),
+    *("storage", "config", "distributed", "mooncake", "data", "features", "targets", "handover", "servers", "sglang"),
+    "vllm",
     *(
         "drafts",
         "capture",
@@ -75,8 +76,8 @@ def test_the_engine_never_imports_dagster_or_the_rooms_around_it():
 def test_what_runs_in_a_serving_environment_needs_nothing_it_lacks():
     import sys
 
-    hook = [ENGINE / "sglang" / f"{name}.py" for name in ("hook", "mooncake_parts", "spool")]
-    for path in [*(ENGINE / "features").rglob("*.py"), *(ENGINE / "mooncake").rglob("*.py"), *hook]:
+    rooms = [path for room in ("features", "mooncake", "handover") for path in (ENGINE / room).rglob("*.py")]
+    for path in [*rooms, ENGINE / "sglang" / "hook.py"]:
         roots = {name.split(".")[0] for name in imported_modules(path)} - set(sys.stdlib_module_names)
         assert roots <= SERVING_DEPENDENCIES, f"{path} imports {roots - SERVING_DEPENDENCIES}"
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import psutil
 import pytest
 import warm_starts
 
+from draftworks.distributed.stop_signals import build_shim_command
 from resources.torch_job import ONE_NODE_ENV
 
 PROGRAM = str(Path(__file__).with_name("asked_program.py"))
@@ -29,9 +30,9 @@ def begin(request: pytest.FixtureRequest) -> Iterator[Begin]:
     set_up()
     started: list[subprocess.Popen[str]] = []
 
-    def start(action: str, **options: Any) -> subprocess.Popen[str]:
+    def start(action: str, before: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": ENV, **options}
-        started.append(subprocess.Popen([sys.executable, PROGRAM, action, "after it"], text=True, **options))
+        started.append(subprocess.Popen([*before, sys.executable, PROGRAM, action, "after it"], text=True, **options))
         return started[-1]
 
     yield start
@@ -47,8 +48,9 @@ def told(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(out)
 
 
-def test_only_a_warm_start_has_the_imports(begin: Begin, request: pytest.FixtureRequest):
-    waiting = begin("wait")
+@pytest.mark.parametrize("launched", [False, True])
+def test_only_a_warm_start_has_the_imports(begin: Begin, request: pytest.FixtureRequest, launched: bool):
+    waiting = begin("wait", build_shim_command() if launched else ())
     assert waiting.stdout is not None
     waiting.stdout.readline()
     assert has_torch(psutil.Process(waiting.pid)) == (request.node.callspec.params["begin"] == "warm")

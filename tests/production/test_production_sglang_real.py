@@ -18,7 +18,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.export.conventions import DRAFT_FOLDER
 from draftworks.production.observer import Observation
 from draftworks.production.readings import split_windows
-from draftworks.sglang.client import GenerateRequest
+from draftworks.servers.client import GenerateRequest
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.sglang.speculation import SpeculatingClient, Speculation
 

@@ -46,6 +46,8 @@ MISTAKES = {
     ("observe", "tiny", "--every", "often"): "error: invalid value for '--every': expected a number; usage: ",
     **{(name, "tny"): "did you mean tiny?" for name in ("plan", "summary", "observe", "hold", "release", "engine")},
     ("leaderboard", "--registry", "/nowhere"): "error: /nowhere/targets: expected a folder",
+    ("status", "--registry", "/nowhere"): "error: /nowhere/targets: expected a folder",
+    ("status", "tny"): "did you mean tiny?",
 }
 
 

@@ -112,6 +112,7 @@ def make_planned(root: Path) -> Path:
 
 SHOWN: dict[tuple[str, ...], Callable[[Path], Path]] = {
     ("leaderboard",): make_drafts,
+    ("status",): make_drafts,
     ("summary", "small"): make_draft,
     ("usage",): make_drafts,
     ("prune",): make_drafts,

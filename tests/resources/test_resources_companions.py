@@ -24,8 +24,8 @@ from draftworks.programs.failure import RankFailure
 from draftworks.programs.heartbeat import FILE, HeartbeatRecord
 from draftworks.targets.registry import Registry
 from resources.companions import Companion, RunningCompanion, RunningCompanions
+from resources.engine_servers import SGLangServer
 from resources.launcher_checks import find_launcher_problems
-from resources.sglang_server import SGLangServer
 from resources.stall_watch import StallWatch
 from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
 

@@ -25,7 +25,8 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import check_requirements
-from draftworks.sglang.environment import PROGRAM_LIBRARIES, build_program_environment
+from draftworks.servers.environment import PROGRAM_LIBRARIES
+from draftworks.sglang.environment import SGLANG
 from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.targets.registry import Registry
 
@@ -85,11 +86,11 @@ def test_what_sglang_does_not_bring_is_pinned_as_here():
 def test_a_library_that_is_missing_there_is_named_with_the_command_that_installs_it(tmp_path: Path):
     python = make_sglang_python(tmp_path, lacking="pyarrow dagster_pipes")
     with pytest.raises(ConfigError, match=rf"lacks pyarrow, dagster-pipes.*{python} -m pip install --no-deps pyarrow"):
-        build_program_environment(python, tmp_path / "package")
+        SGLANG.build_program_environment(python, tmp_path / "package")
 
 
 def test_a_program_finds_this_package_there_and_nothing_else_of_ours(tmp_path: Path):
-    environment = build_program_environment(make_sglang_python(tmp_path), tmp_path / "package")
+    environment = SGLANG.build_program_environment(make_sglang_python(tmp_path), tmp_path / "package")
     assert environment == {"PYTHONPATH": str(tmp_path / "package")}
     (link,) = (tmp_path / "package").iterdir()
     assert link.resolve() == ROOT / "draftworks"
@@ -144,8 +145,8 @@ def test_the_hook_needs_nothing_a_serving_environment_lacks():
         "print(sorted(heavy & set(sys.modules)), sorted(own))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    own = ["draftworks.errors", "draftworks.sglang"]
-    own += [f"draftworks.sglang.{name}" for name in ("hook", "spool")]
+    own = ["draftworks.errors", "draftworks.handover", "draftworks.handover.background", "draftworks.handover.spool"]
+    own += ["draftworks.sglang", "draftworks.sglang.hook"]
     assert done.stdout.strip() == f"[] {own}"
 
 

@@ -1,5 +1,4 @@
 """SGLang captures and feeds the intended layers, whatever its model class adds to the ids; `check` reports the rest.
-Parts are written behind the engine's back: copied at once, within bounds, none without its part or its reason.
 The hook splits a packed batch into requests, writes those of Draftworks only, and never raises into the engine.
 """
 
@@ -7,22 +6,21 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from waiting import HANG_S
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.errors import ConfigError, PassingTroubleError, StoreError
+from draftworks.errors import ConfigError, PassingTroubleError
+from draftworks.handover.background import make_destination, start_hand_over
+from draftworks.handover.spool import make_request_id, take_parts
 from draftworks.preflight.compatibility import check_requirements
-from draftworks.sglang.hook import BackgroundHandOver, SGLangCaptureBackend, find_spool, format_hook_option
+from draftworks.sglang.hook import SGLangCaptureBackend, find_spool, format_hook_option
 from draftworks.sglang.layers import choose_capture_convention, from_eagle3_ids, resolve_captured_layers, to_eagle3_ids
-from draftworks.sglang.spool import Part, PartSink, SpoolSink, make_request_id, take_parts
 from draftworks.storage.identity import LayerTap
 from draftworks.targets.registry import Registry
 
@@ -100,86 +98,6 @@ def test_check_refuses_a_family_of_which_sglang_captures_nothing(tmp_path: Path,
     check_requirements(make_spec(), target, Registry(tmp_path))
 
 
-class SlowSink(PartSink):
-    """Writes nothing before `gate` is set; fails for requests whose id ends with "bad"."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.announced: list[str] = []
-        self.written: dict[str, Part] = {}
-        self.failed: dict[str, str] = {}
-
-    def announce(self, request_id: str, start: int) -> None:
-        self.announced.append(request_id)
-
-    def write(self, request_id: str, part: Part) -> None:
-        assert self.gate.wait(HANG_S)
-        if request_id.endswith("bad"):
-            raise StoreError("the sink is broken")
-        if request_id.endswith("bug"):
-            raise ZeroDivisionError
-        self.written[request_id] = part
-
-    def fail(self, request_id: str, reason: str) -> None:
-        self.failed[request_id] = reason
-
-
-def make_part(value: float, positions: int = 4) -> Part:
-    return Part(0, torch.arange(positions), torch.full((2, positions, 8), value), torch.full((positions, 8), value))
-
-
-def test_the_engine_goes_on_and_may_use_its_memory_again():
-    sink = SlowSink()
-    hand_over, part = BackgroundHandOver(sink), make_part(1.0)
-    for number in range(5):
-        part.taps.fill_(number)
-        part.last.fill_(number)
-        hand_over.put(f"{number}", part)
-    assert sink.announced == ["0", "1", "2", "3", "4"]
-    assert not sink.written
-    sink.gate.set()
-    hand_over.flush()
-    assert {int(name): written.last[0, 0].item() for name, written in sink.written.items()} == {n: n for n in range(5)}
-    assert all(written.taps.is_contiguous() for written in sink.written.values())
-
-
-def test_a_full_queue_blocks_and_loses_nothing():
-    sink, part = SlowSink(), make_part(1.0)
-    hand_over = BackgroundHandOver(sink, queue_bytes=int(2.5 * part.nbytes))
-    engine = threading.Thread(target=lambda: [hand_over.put(f"{number}", part) for number in range(20)], daemon=True)
-    engine.start()
-    engine.join(0.3)
-    assert engine.is_alive()
-    assert len(sink.announced) == 2
-    sink.gate.set()
-    engine.join(HANG_S)
-    hand_over.flush()
-    assert list(sink.written) == [f"{number}" for number in range(20)]
-
-
-def test_a_part_larger_than_the_queue_goes_through_alone():
-    sink, part = SlowSink(), make_part(1.0)
-    sink.gate.set()
-    hand_over = BackgroundHandOver(sink, queue_bytes=1)
-    for number in range(3):
-        hand_over.put(f"{number}", part)
-    hand_over.flush()
-    assert len(sink.written) == 3
-
-
-def test_what_fails_has_its_reason_and_the_others_are_written():
-    sink = SlowSink()
-    sink.gate.set()
-    hand_over = BackgroundHandOver(sink)
-    for name in ("a", "b-bad", "c-bug", "d"):
-        hand_over.put(name, make_part(1.0))
-    hand_over.flush()
-    assert list(sink.written) == ["a", "d"]
-    assert sink.failed["b-bad"] == "StoreError: the sink is broken"
-    assert "ZeroDivisionError" in sink.failed["c-bug"]
-    assert "Traceback" in sink.failed["c-bug"]
-
-
 LENGTHS = [3, 1, 4]
 
 
@@ -201,7 +119,7 @@ def pack(request_ids: list[str], starts: list[int], padding: int = 0) -> tuple[S
 
 def test_every_request_gets_its_own_rows(tmp_path: Path):
     ids = [make_request_id(), make_request_id(with_logits=True), make_request_id()]
-    SGLangCaptureBackend(SpoolSink(tmp_path)).write(*pack(ids, [0, 0, 7], padding=2))
+    SGLangCaptureBackend(start_hand_over(make_destination(tmp_path))).write(*pack(ids, [0, 0, 7], padding=2))
     parts = [take_parts(tmp_path, request_id)[0] for request_id in ids]
     assert [part.input_ids.tolist() for part in parts] == [[0, 1, 2], [3], [4, 5, 6, 7]]
     for part in parts:
@@ -213,7 +131,9 @@ def test_every_request_gets_its_own_rows(tmp_path: Path):
 
 
 def test_requests_of_others_are_left_alone(tmp_path: Path):
-    SGLangCaptureBackend(SpoolSink(tmp_path)).write(*pack(["HEALTH_CHECK_1", "answer", "x"], [0, 0, 0]))
+    SGLangCaptureBackend(start_hand_over(make_destination(tmp_path))).write(
+        *pack(["HEALTH_CHECK_1", "answer", "x"], [0, 0, 0])
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,7 +142,7 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
     ids = [make_request_id(), "answer", make_request_id()]
     batch, output = pack(ids, [0, 0, 0])
     setattr(output, missing, None)
-    SGLangCaptureBackend(SpoolSink(tmp_path)).write(batch, output)
+    SGLangCaptureBackend(start_hand_over(make_destination(tmp_path))).write(batch, output)
     for request_id in (ids[0], ids[2]):
         with pytest.raises(PassingTroubleError, match="--enable-return-aux-hidden-states"):
             take_parts(tmp_path, request_id)
@@ -232,7 +152,7 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
 def test_nothing_reaches_the_engine_even_where_nobody_can_be_told(tmp_path: Path, monkeypatch):
     batch, output = pack([make_request_id(), "answer", "x"], [0, 0, 0])
     monkeypatch.setattr("draftworks.sglang.hook._find_prefill", lambda args: batch)
-    SGLangCaptureBackend(SpoolSink(tmp_path / "removed"))(nn.Identity(), (), output)
+    SGLangCaptureBackend(start_hand_over(make_destination(tmp_path / "removed")))(nn.Identity(), (), output)
     assert not (tmp_path / "removed").exists()
 
 
@@ -240,7 +160,7 @@ def test_rows_that_are_missing_are_told(tmp_path: Path):
     ids = [make_request_id() for _ in LENGTHS]
     batch, output = pack(ids, [0, 0, 0])
     output.last_hidden_states = output.last_hidden_states[:5]
-    SGLangCaptureBackend(SpoolSink(tmp_path)).write(batch, output)
+    SGLangCaptureBackend(start_hand_over(make_destination(tmp_path))).write(batch, output)
     with pytest.raises(PassingTroubleError, match="kept hidden states of 5 positions, expected 8"):
         take_parts(tmp_path, ids[0])
 

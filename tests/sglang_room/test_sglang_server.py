@@ -22,8 +22,17 @@ from processes import wait_until_ended
 from waiting import growing_limits, wait_until
 
 from draftworks.errors import ConfigError, EngineError
-from draftworks.sglang import server_start
-from draftworks.sglang.environment import require_capturing, require_version
+from draftworks.servers import start
+from draftworks.servers.start import (
+    HIDDEN,
+    VARIABLE,
+    build_headers,
+    hide_in_log_records,
+    make_key_file,
+    read_key,
+    take_key_arguments,
+)
+from draftworks.sglang.environment import SGLANG, require_capturing
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.job_servers import (
     JobServers,
@@ -33,15 +42,6 @@ from draftworks.sglang.job_servers import (
     remove_servers_folders,
 )
 from draftworks.sglang.server import ServerOptions, SGLangServer
-from draftworks.sglang.server_start import (
-    HIDDEN,
-    VARIABLE,
-    build_headers,
-    hide_in_log_records,
-    make_key_file,
-    read_key,
-    take_key_arguments,
-)
 
 OPTIONS = ServerOptions(
     model="models/toy", revision=None, tokenizer="models/toy", context=512, dtype="float32", device="cpu",
@@ -236,12 +236,12 @@ def test_a_version_that_cannot_return_hidden_states_is_refused_where_they_are_wa
 
 
 def test_untried_missing_and_absent_sglang_are_told(tmp_path: Path, caplog):
-    assert require_version(make_python(tmp_path, "", version="0.5.9")) == "0.5.9"
+    assert SGLANG.require_version(make_python(tmp_path, "", version="0.5.9")) == "0.5.9"
     assert "is SGLang 0.5.9; Draftworks was tested with 0.5.23" in caplog.text
     with pytest.raises(ConfigError, match=r"has no SGLang"):
-        require_version(Path(sys.executable))
+        SGLANG.require_version(Path(sys.executable))
     with pytest.raises(ConfigError, match=r"nowhere .*cannot be run.*make sglang-env"):
-        require_version(tmp_path / "nowhere")
+        SGLANG.require_version(tmp_path / "nowhere")
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ parser.add_argument("word")
 parser.add_argument("--api-key")
 assert vars(parser.parse_args()) == {"word": "one", "api_key": key}, sys.argv
 assert key.encode() not in Path("/proc/self/cmdline").read_bytes()
-assert "DRAFTWORKS_SGLANG_KEY_FILE" not in os.environ
+assert "DRAFTWORKS_SERVER_KEY_FILE" not in os.environ
 logging.getLogger("server").info(f"server_args={sys.argv}")
 """
 
@@ -297,7 +297,7 @@ def test_a_program_has_the_key_in_its_arguments_alone(tmp_path: Path, monkeypatc
     for name in (VARIABLE, "KEY"):
         monkeypatch.setenv(name, str(tmp_path / "key"))
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, *server_start.build_command(tmp_path, "program"), "one"]
+    command = [sys.executable, *start.build_command(tmp_path, "program"), "one"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"'--api-key={HIDDEN}'" in done.stdout

@@ -24,7 +24,7 @@ def training_of(site) -> psutil.Process | None:
     found = []
     for process in psutil.process_iter(["cmdline", "create_time"]):
         command = " ".join(process.info["cmdline"] or [])
-        if "programs.train" in command and str(site.var) in command and "parent_death" not in command:
+        if "programs.train" in command and str(site.var) in command and "stop_signals" not in command:
             found.append(process)
     return min(found, key=lambda process: process.info["create_time"], default=None)  # ranks come after torchrun
 

@@ -80,7 +80,7 @@ def test_a_live_server_is_asked_what_the_walk_predicted(finished, tmp_path):
     proposed = json.loads((report.path / HELDOUT / "report.json").read_text())["draft_tokens"]
     assert started[started.index("--speculative-num-steps") + 1] == str(proposed)
     shown = materialized(result, "eagle3_serving")
-    assert "| live server (6) " in shown["rungs"]
+    assert "| live server (6), SGLang " in shown["rungs"]
     assert "the fake server serves" in (site.root / shown["server_log"]).read_text()
     # It is made once: asking again starts no server, and nothing before it was made again.
     (tmp_path / "arguments.json").unlink()

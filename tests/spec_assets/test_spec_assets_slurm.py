@@ -15,6 +15,8 @@ import yaml
 from coverings import gate_or_long
 from safetensors.torch import load_file
 from slurm_cluster import SlurmCluster
+from test_spec_assets_arrival import ROWS, STEPS, digest_source_order, let_arrive
+from test_spec_assets_arrival import run as run_in_arrival_order
 from waiting import find_now, meanwhile, wait_for, wait_until
 
 from draftworks.config.launchers import SlurmLauncherSpec
@@ -217,3 +219,19 @@ def test_a_cancelled_training_leaves_a_checkpoint_and_goes_on(
     wait_for_words(scheduler, id, files, f"step={saved[-1] + 1}")
     scheduler.end(id, 60)
     assert CheckpointFolder(run.checkpoints, run.run_id).steps()[-1] > saved[-1]
+
+
+@pytest.mark.long
+def test_rows_that_still_come_are_trained_on_in_jobs_as_here(finished_site: Any, cluster: SlurmCluster, tmp_path: Path):
+    drafts = []
+    launcher = {"kind": "slurm", "commands": str(cluster.commands), "poll_interval_s": 0.2}
+    for name, deployment in (("here", {}), ("jobs", {"launcher": launcher})):
+        site = finished_site.copy(tmp_path / name)
+        (site.registry / "deployment.yaml").write_text(yaml.safe_dump(deployment))
+        site.write_chats(ROWS)
+        let_arrive(site, until={"steps": STEPS})
+        run_in_arrival_order(site)
+        drafts.append(ArtifactStore(site.var).load_current("eagle3_draft", "small"))
+    assert [each.summary["order"] for each in drafts] == [digest_source_order(site)] * 2
+    assert drafts[0].data_version == drafts[1].data_version
+    assert cluster.ask("squeue", "--noheader") == ""

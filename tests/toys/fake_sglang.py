@@ -14,9 +14,9 @@ import torch
 from waiting import HANG_S
 
 from draftworks.capture.engines.sglang_hosts import ExternalHost
+from draftworks.handover.spool import Part, write_part
 from draftworks.sglang.client import SGLangClient
 from draftworks.sglang.hook import format_hook_option
-from draftworks.sglang.spool import Part, write_part
 
 HIDDEN = 8
 VOCAB = 50

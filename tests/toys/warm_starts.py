@@ -62,7 +62,7 @@ _WORKER = r"import sys;exec\(eval\(sys\.stdin\.readline\(\)\)\)$"
 _CODE = re.compile(rf"from multiprocessing\.(forkserver|spawn) import |{_WORKER}")
 _SCRIPTS = {Path(sys.executable).parent / name for name in ("draftworks", "dagster", "torchrun")}
 _SCRIPT_FOLDERS = (ROOT / "tests", ROOT / "benchmarks")
-_SHIM = ROOT / "draftworks" / "distributed" / "parent_death.py"
+_SHIM = ROOT / "draftworks" / "distributed" / "stop_signals.py"
 _SET_ANEW = re.compile(
     r"PYTHON(PATH|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS)|TORCH_?ELASTIC_.*|TORCH_NCCL_.*|TORCHINDUCTOR_CACHE_DIR"
     r"|HF_HUB_DISABLE_PROGRESS_BARS|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

@@ -25,7 +25,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn
 from draftworks.errors import CaptureError, ConfigError, EngineError
-from draftworks.sglang.client import CONNECT_TIMEOUT_S
+from draftworks.servers.client import CONNECT_TIMEOUT_S
 from draftworks.storage.http_call import HttpClient
 
 PATH = "/chat/completions"

@@ -6,96 +6,28 @@ import logging
 import shutil
 import signal
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Generic, Protocol, TypeVar
 
 from draftworks.capture.engine import TargetEngine
+from draftworks.capture.engines.hosts import EngineHost
 from draftworks.capture.verify import check_head
 from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
-from draftworks.sglang.client import GenerateRequest, Generation, ServerInfo, SGLangClient
+from draftworks.sglang.client import ServerInfo, SGLangClient
 from draftworks.sglang.embedded import EmbeddedSGLang, require_sglang_here
-from draftworks.sglang.environment import check_version, require_capturing
+from draftworks.sglang.environment import SGLANG, require_capturing
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.layers import choose_capture_convention, read_architecture, resolve_captured_layers
 from draftworks.sglang.server import ServerOptions, SGLangServer
-from draftworks.sglang.spool import AnsweredRequest, Part, PartSource, SpoolSource
 
 log = logging.getLogger(__name__)
 
 
-class GenerateClient(Protocol):
-    """Interface for requests to a host: the client of one server or of several, or SGLang's Engine in this process."""
-
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Return answers in the order of the requests, like `SGLangClient.generate`."""
-        ...
-
-
-Client = TypeVar("Client", bound=GenerateClient)
-
-
-class SGLangHost(ABC, Generic[Client]):
-    """A running SGLang that serves a target.
-
-    Attributes:
-        client: sends requests to it; may be replaced by `revive`.
-        spool: folder where it writes hidden states.
-        layer_ids: layers whose outputs it captures, ascending.
-        replicas: number of servers that share the work.
-        version: version of SGLang.
-        source: where its hidden states are read from; None = the spool.
-        hand_over_timeout_s: seconds to wait for hidden states that it announced before it answered.
-    """
-
-    source: PartSource | None = None
-    hand_over_timeout_s: float = 60.0
-    replicas: int = 1
-    version: str = ""
-    client: Client
-    spool: Path
-    layer_ids: tuple[int, ...]
-
-    def list_members(self) -> Sequence[SGLangHost]:
-        """Return the servers as single hosts."""
-        return (self,)
-
-    def take_parts(self, requests: Sequence[AnsweredRequest]) -> list[list[Part]]:
-        """Return the parts of requests that it has answered; see `PartSource.take`."""
-        return self.get_source().take(requests, self.hand_over_timeout_s, self.require_running)
-
-    def discard_parts(self, request_ids: Sequence[str]) -> None:
-        self.get_source().discard(request_ids)
-
-    def measure_room(self) -> int:
-        """Return the bytes of hidden states that may be on their way."""
-        return self.get_source().measure_room()
-
-    def get_source(self) -> PartSource:
-        return self.source or SpoolSource(self.spool)
-
-    def share_with_job(self) -> None:
-        """Let other ranks of the job use these servers, and use those that they share."""
-
-    def require_running(self) -> None:
-        """Raise EngineError if it is known that it will write nothing any more."""
-
-    @abstractmethod
-    def revive(self, error: EngineError) -> None:
-        """Make SGLang serve again after `error`, before a request is tried again; raise EngineError if that fails."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the host, and stop what it started."""
-
-
-class ManagedHost(SGLangHost[SGLangClient]):
+class ManagedHost(EngineHost[SGLangClient]):
     """A server that Draftworks runs: started by `start` and stopped by `close`, which may be called while it starts.
 
     Args:
@@ -155,7 +87,7 @@ class ManagedHost(SGLangHost[SGLangClient]):
         shutil.rmtree(self.spool, ignore_errors=True)
 
 
-class ExternalHost(SGLangHost[SGLangClient]):
+class ExternalHost(EngineHost[SGLangClient]):
     """An external server, which Draftworks did not start: after an error, requests to it can only be tried again."""
 
     def __init__(self, client: SGLangClient, spool: Path, layer_ids: tuple[int, ...]) -> None:
@@ -173,7 +105,7 @@ class ExternalHost(SGLangHost[SGLangClient]):
         self.client.close()
 
 
-class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
+class EmbeddedHost(EngineHost[EmbeddedSGLang]):
     """SGLang in this process, started by the constructor and stopped by `close`; call both in the main thread.
 
     When one of SGLang's processes fails, it sends SIGQUIT to the process that started it. Without a handler, the signal
@@ -242,7 +174,7 @@ def require_server(
     """
     info = client.get_info()
     where = f"SGLang at {client.url}"
-    check_version(info.version, where)
+    SGLANG.check_version(info.version, where)
     if layer_ids:
         require_capturing(info.version, where)
     if info.layer_ids:

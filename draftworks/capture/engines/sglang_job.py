@@ -15,19 +15,21 @@ from typing import Any
 
 from draftworks.capture.answers.load_balancer import CircuitBreaker, LoadBalancer
 from draftworks.capture.background import run_in_background
-from draftworks.capture.engines.sglang_hosts import GenerateClient, ManagedHost, SGLangHost
+from draftworks.capture.engines.hosts import EngineHost, GenerateClient
+from draftworks.capture.engines.sglang_hosts import ManagedHost
 from draftworks.errors import DraftworksError, EngineError
-from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
+from draftworks.handover.spool import AnsweredRequest, Part, PartSource, SpoolSource, is_captured
+from draftworks.servers.client import GenerateRequest, Generation
+from draftworks.sglang.client import SGLangClient
 from draftworks.sglang.environment import SGLANG_VERSIONS
 from draftworks.sglang.job_servers import JobServers, ServerAddress, ServerSlot
-from draftworks.sglang.spool import AnsweredRequest, Part, PartSource, SpoolSource, is_captured
 
 _CLOSE_AGAIN_S = 0.5
 
 log = logging.getLogger(__name__)
 
 
-class BalancedHost(SGLangHost):
+class BalancedHost(EngineHost):
     """Several servers that run the same target and capture the same layers, used as one host.
 
     Args:
@@ -46,12 +48,12 @@ class BalancedHost(SGLangHost):
 
     def __init__(
         self,
-        hosts: Sequence[SGLangHost],
+        hosts: Sequence[EngineHost],
         spool: Path,
         max_outstanding: int,
         can_restart: bool,
         new_breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
-        peers: Sequence[SGLangHost] = (),
+        peers: Sequence[EngineHost] = (),
         peers_are_far: bool = False,
     ) -> None:
         self.layer_ids = _require_common_layers(hosts)
@@ -68,11 +70,11 @@ class BalancedHost(SGLangHost):
         far = self._peers if peers_are_far else ()
         self._balancer = LoadBalancer(named, max_outstanding, new_breaker, self._note_open, far)
         self._lock = threading.RLock()
-        self._answered_by: dict[str, SGLangHost] = {}
-        self._asked: dict[str, list[SGLangHost]] = {}
-        self._restarting: dict[SGLangHost, Future[DraftworksError | None]] = {}
+        self._answered_by: dict[str, EngineHost] = {}
+        self._asked: dict[str, list[EngineHost]] = {}
+        self._restarting: dict[EngineHost, Future[DraftworksError | None]] = {}
 
-    def list_members(self) -> Sequence[SGLangHost]:
+    def list_members(self) -> Sequence[EngineHost]:
         return self._hosts
 
     @property
@@ -151,7 +153,7 @@ class BalancedHost(SGLangHost):
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         captured = [request.request_id for request in requests if is_captured(request.request_id)]
 
-        def generate_on(host: SGLangHost) -> list[Generation]:
+        def generate_on(host: EngineHost) -> list[Generation]:
             with self._lock:
                 for request_id in captured:
                     self._asked.setdefault(request_id, []).append(host)
@@ -162,11 +164,11 @@ class BalancedHost(SGLangHost):
 
         return self._balancer.run(generate_on, len(requests))
 
-    def _note_open(self, host: SGLangHost, error: EngineError) -> None:
+    def _note_open(self, host: EngineHost, error: EngineError) -> None:
         if self._can_restart and host in self._hosts:
             self._begin_restart(host, error)
 
-    def _begin_restart(self, host: SGLangHost, error: EngineError) -> Future[DraftworksError | None] | None:
+    def _begin_restart(self, host: EngineHost, error: EngineError) -> Future[DraftworksError | None] | None:
         """Start the restart of a server and return its future: a failure, or None on success.
 
         Concurrent calls share one restart. After `close` no restart begins, and the method returns None.
@@ -179,7 +181,7 @@ class BalancedHost(SGLangHost):
                 self._restarting[host] = run_in_background(self._restart, host, error)
             return self._restarting[host]
 
-    def _restart(self, host: SGLangHost, error: EngineError) -> DraftworksError | None:
+    def _restart(self, host: EngineHost, error: EngineError) -> DraftworksError | None:
         restarted = False
         try:
             host.revive(error)
@@ -210,7 +212,7 @@ class _BalancedClient:
         return self._host.generate(requests)
 
 
-def close_all(hosts: Sequence[SGLangHost], starting: Sequence[Future[Any]]) -> None:
+def close_all(hosts: Sequence[EngineHost], starting: Sequence[Future[Any]]) -> None:
     """Close all hosts while some are still starting; servers that come up meanwhile are closed too."""
     while True:
         for host in hosts:
@@ -235,7 +237,7 @@ def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
     return groups
 
 
-def _require_common_layers(hosts: Sequence[SGLangHost]) -> tuple[int, ...]:
+def _require_common_layers(hosts: Sequence[EngineHost]) -> tuple[int, ...]:
     layer_ids = {host.layer_ids for host in hosts}
     if len(layer_ids) > 1:
         each = "; ".join(f"{host.client.url}: {list(host.layer_ids)}" for host in hosts)
@@ -252,7 +254,7 @@ _RESTART_AGAIN_S = 30.0
 """Seconds after which a server that could not be started again is tried once more."""
 
 
-class PeerHost(SGLangHost[GenerateClient]):
+class PeerHost(EngineHost[GenerateClient]):
     """A server that another rank of the job starts, and starts again. Without an address it cannot be used."""
 
     def __init__(
@@ -393,7 +395,7 @@ class JobHost(BalancedHost):
             self._balancer.reopen(peer)
             self._balancer.release(peer)
 
-    def _restart(self, host: SGLangHost, error: EngineError) -> DraftworksError | None:
+    def _restart(self, host: EngineHost, error: EngineError) -> DraftworksError | None:
         number = next(number for number, each in enumerate(self._own) if each is host)
         self._withdraw(number)
         failure = super()._restart(host, error)

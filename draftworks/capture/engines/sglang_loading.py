@@ -19,12 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import EnginePlace, make_engine_identity
 from draftworks.capture.engines.hf import find_decoder_layers
+from draftworks.capture.engines.hosts import EngineHost
 from draftworks.capture.engines.sglang_engine import EMBEDDINGS, SGLangEngine
 from draftworks.capture.engines.sglang_hosts import (
     EmbeddedHost,
     ExternalHost,
     ManagedHost,
-    SGLangHost,
     probe_server,
     require_server,
 )
@@ -32,13 +32,13 @@ from draftworks.capture.engines.sglang_job import BalancedHost, JobHost, close_a
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError
+from draftworks.handover.mooncake_parts import MooncakeSource
+from draftworks.handover.spool import PartSource, sweep
 from draftworks.sglang.client import SGLangClient
 from draftworks.sglang.embedded import require_sglang_here
 from draftworks.sglang.job_servers import JobServers
 from draftworks.sglang.layers import choose_capture_convention, read_architecture
-from draftworks.sglang.mooncake_parts import MooncakeSource
 from draftworks.sglang.server import ServerOptions
-from draftworks.sglang.spool import PartSource, sweep
 from draftworks.storage.identity import LayerTap
 
 CPU_MEMORY_SHARE = 0.8
@@ -86,7 +86,7 @@ def _connect_external(
     place: EnginePlace,
     layer_ids: tuple[int, ...],
     source: PartSource | None,
-) -> SGLangHost:
+) -> EngineHost:
     """Connect to the external servers: check the settings of all of them, then probe each with a request."""
     hosts: list[ExternalHost] = []
     try:
@@ -111,7 +111,7 @@ def _connect_external(
         raise
 
 
-def _make_engine(target: TargetFiles, capture: CaptureSpec, host: SGLangHost, place: EnginePlace) -> SGLangEngine:
+def _make_engine(target: TargetFiles, capture: CaptureSpec, host: EngineHost, place: EnginePlace) -> SGLangEngine:
     dtype = getattr(torch, capture.compute_dtype)
     return SGLangEngine(
         target, make_engine_identity(capture), host, place.head, place.embedding, place.sglang.attempts, dtype
@@ -120,7 +120,7 @@ def _make_engine(target: TargetFiles, capture: CaptureSpec, host: SGLangHost, pl
 
 def _start_host(
     options: ServerOptions, capture: CaptureSpec, place: EnginePlace, source: PartSource | None
-) -> SGLangHost:
+) -> EngineHost:
     if capture.backend == "sglang":
         return EmbeddedHost(options, place.sglang)
     if place.servers is not None:
@@ -173,7 +173,7 @@ def _open_mooncake(address_file: Path) -> MooncakeSource:
     return source
 
 
-def _read_from(source: PartSource | None, *hosts: SGLangHost) -> None:
+def _read_from(source: PartSource | None, *hosts: EngineHost) -> None:
     """Have hosts and their members read hidden states from a source; None leaves them their spools."""
     for host in hosts:
         for each in (host, *host.list_members()):

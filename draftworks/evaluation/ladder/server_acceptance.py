@@ -10,13 +10,16 @@ from itertools import chain, islice
 from typing import Any
 
 from draftworks.data.tokenized import TokenRow
+from draftworks.errors import EngineError
 from draftworks.evaluation.ladder.answer_walk import find_answer_spans
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired
-from draftworks.sglang.speculation import SpeculatedAnswer
+from draftworks.servers.client import SpeculatedAnswer
 
 SERVER_METRIC = "rung6_server_acc_len"
+_TELLING_ANSWERS = 4
+"""Answers of which another model begins one as the target does, by chance."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +43,24 @@ class ServerMeasurement:
 
     Attributes:
         answers, identical_answers: number of answers, and of those that equal the eval set's token for token.
+        common_beginnings: number of answers whose first token is the eval set's.
         passes, tokens: totals by the answers' counters and ids.
     """
 
     prompts: tuple[PromptAcceptance, ...]
     answers: int
     identical_answers: int
+    common_beginnings: int
     passes: int
     tokens: int
 
 
 @dataclass(frozen=True)
-class WalkAgreement:
-    """Comparison of a live server with the walk.
+class RungAgreement:
+    """Comparison of a live server with another rung on the same samples: the walk, or rung 4 of the same decoding.
 
     Attributes:
-        paired: accepted tokens per pass, the server's minus the walk's.
+        paired: accepted tokens per pass, the server's minus the other's.
         equal_samples: number of samples with the same passes, accepted and emitted tokens in both.
         tolerance: difference that is allowed whatever the interval says.
     """
@@ -111,6 +116,23 @@ def _build_prompts_of(sample: TokenRow, limits: DecodingLimits, max_length: int)
     ]
 
 
+def select_first_answers(prompts: Sequence[ServerPrompt]) -> list[ServerPrompt]:
+    """Return the first prompt of every sample, as rung 4 decodes it."""
+    first: dict[str, ServerPrompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt.sample_id, prompt)
+    return list(first.values())
+
+
+def require_same_target(prompts: Sequence[ServerPrompt], measured: ServerMeasurement, where: str) -> None:
+    """Raise EngineError if no greedy answer of a running server has anything of the eval set's: it serves another model."""
+    if measured.answers >= _TELLING_ANSWERS and not measured.common_beginnings:
+        raise EngineError(
+            f"{where}: none of {measured.answers} greedy answers begins with the token that the target began with: expected a "
+            f"server of this target, found another model's answers to prompts such as {prompts[0].prompt[:8]}"
+        )
+
+
 def ask_server(
     prompts: Sequence[ServerPrompt],
     answer: Callable[[ServerPrompt], SpeculatedAnswer],
@@ -138,29 +160,33 @@ def ask_server(
     return ServerMeasurement(
         tuple(PromptAcceptance.from_accepted_counts(name, passes, emitted[name]) for name, passes in accepted.items()),
         answers=len(answers),
+        common_beginnings=sum(found.output_ids[:1] == prompt.expected[:1] for prompt, found in zip(prompts, answers)),
         identical_answers=sum(found.output_ids == prompt.expected for prompt, found in zip(prompts, answers)),
         passes=sum(found.passes for found in answers),
         tokens=sum(len(found.output_ids) for found in answers),
     )
 
 
-def compare_with_walk(
-    served: Sequence[PromptAcceptance], walk: Sequence[PromptAcceptance], tolerance: float, resampling: Resampling
-) -> WalkAgreement:
-    """Compare a server's acceptance with the walk's, on the samples that both have.
+def compare_with_rung(
+    served: Sequence[PromptAcceptance], rung: Sequence[PromptAcceptance], tolerance: float, resampling: Resampling
+) -> RungAgreement:
+    """Compare a server's acceptance with another rung's, on the samples that both have.
+
+    Greedy answers are the same in both, so that counts can be equal. Sampled ones are drawn anew: only their expectation is,
+    and the interval over samples covers what the draws add.
 
     Args:
-        tolerance: allowed difference, as a share of the walk's tokens per pass.
+        tolerance: allowed difference, as a share of the other rung's tokens per pass.
 
     Raises:
         DataError: no sample has a pass in both.
     """
-    paired = compare_paired(served, walk, resampling)
-    walked = {prompt.sample_id: prompt for prompt in walk}
+    paired = compare_paired(served, rung, resampling)
+    walked = {prompt.sample_id: prompt for prompt in rung}
     both = [(one, walked[one.sample_id]) for one in served if one.sample_id in walked]
     equal = sum(_counts(one) == _counts(other) for one, other in both)
     emitted, passes = (sum(getattr(other, name) for _, other in both) for name in ("emitted", "passes"))
-    return WalkAgreement(paired, equal, tolerance * emitted / passes)
+    return RungAgreement(paired, equal, tolerance * emitted / passes)
 
 
 def _counts(prompt: PromptAcceptance) -> tuple[int, int, int]:

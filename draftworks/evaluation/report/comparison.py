@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from draftworks.config.decoding import Decoding
 from draftworks.config.run_files import TOKENS_FOLDER
 from draftworks.data.slices import select_slice_columns
 from draftworks.data.tokenized import TokenizedSet, TokenRow
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, PromptsByPosition, describe_range
 from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired, select_measured
-from draftworks.evaluation.report.findings import WALK
+from draftworks.evaluation.report.findings import WALK, get_metric_name
 from draftworks.evaluation.report.slices import POSITION, iterate_slices, read_sample_columns
 from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
 from draftworks.evaluation.report.tables import PromptsByRung, read_prompts, select_walk_by_position
@@ -340,6 +341,11 @@ def read_walk(folder: Path) -> tuple[PromptAcceptance, ...]:
         StoreError: missing, damaged, altered, or of another schema.
     """
     return _read_prompts(folder).get((TRAINED, WALK), ())
+
+
+def read_loop(folder: Path, decoding: Decoding) -> tuple[PromptAcceptance, ...]:
+    """Return rung 4 of the trained draft by a decoding, as `read_walk`."""
+    return _read_prompts(folder).get((TRAINED, get_metric_name(4, decoding)), ())
 
 
 def _read_prompts(folder: Path) -> PromptsByRung:

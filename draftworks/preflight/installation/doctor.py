@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from draftworks.capture.software import ENGINE_SOFTWARE
 from draftworks.config.launchers import LOCAL
 from draftworks.errors import DraftworksError
 from draftworks.preflight.findings import Finding
@@ -62,7 +63,10 @@ class Installation:
                 for each in written
             ),
             Probe("gpu", lambda: machine_probes.probe_gpu(ask_s)),
-            Probe("sglang", lambda: machine_probes.probe_sglang(registry, ask_s)),
+            *(
+                Probe(key, lambda each=each: machine_probes.probe_engine(registry, each, ask_s))
+                for key, each in ENGINE_SOFTWARE.items()
+            ),
             Probe("dagster", lambda: probe_dagster(registry.root, self.env, self.checkout, ask_s)),
             Probe("clocks", lambda: machine_probes.probe_clock(self._has_other_hosts())),
             *(

@@ -1,6 +1,6 @@
-"""This machine: versions, GPUs, SGLang's environment, clocks, the port of the UI, orphan processes.
+"""This machine: versions, GPUs, engines' environments, clocks, the port of the UI, orphan processes.
 
-Neither torch nor SGLang is imported here: their own processes are asked.
+Neither torch nor an engine is imported here: their own processes are asked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pathlib import Path
 
 from draftworks.errors import DraftworksError
 from draftworks.preflight.findings import Finding
-from draftworks.sglang.environment import FIRST_CAPTURING, PROGRAM_LIBRARIES, SGLANG_VERSIONS
+from draftworks.preflight.machine import explain_start, locate_python
+from draftworks.servers.environment import PROGRAM_LIBRARIES, EngineSoftware
+from draftworks.sglang.environment import FIRST_CAPTURING, SGLANG
 from draftworks.storage.words import list_names
 from draftworks.targets.registry import Registry
 
@@ -78,16 +80,17 @@ def _collect(probe: Probe, outcome: _Outcome, deadline: float, limit_s: float) -
         yield Finding("warning", f"no answer within {limit_s:.0f} s", probe.area, todo)
 
 
-GPU, SGLANG, CLOCKS, PROCESSES = "gpu", "sglang", "clocks", "processes"
+GPU, CLOCKS, PROCESSES = "gpu", "clocks", "processes"
 NVIDIA_SMI = "nvidia-smi"
 _QUERY = ("--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader")
 _ASK_TORCH = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count(), sep='|')"
-_ASK_SGLANG = (
-    "import importlib.metadata as m, importlib.util as u, sys; print(m.version('sglang')); "
-    "print(*[name for name in sys.argv[1:] if u.find_spec(name) is None]); sys.stdout.flush()"
+_ASK_ENGINE = (
+    "import importlib.metadata as m, importlib.util as u, sys; names = sys.argv[1].split(','); "
+    "found = [each.version for name in names for each in m.distributions(name=name)]; "
+    "print(found[0] if found else m.version(names[0])); "
+    "print(*[name for name in sys.argv[2:] if u.find_spec(name) is None]); sys.stdout.flush()"
 )
-_IMPORT_SGLANG = "; import sglang"
-"""Takes seconds, so it is done only where a target starts SGLang."""
+"""The import of the engine takes seconds, so it is done only where a target starts it."""
 _TIME_ERROR = 5
 """Answer of adjtimex(2) for a clock that nothing synchronizes."""
 _BYTES_OF_TIMEX = 512  # more than the structure has on any platform
@@ -146,51 +149,51 @@ def _compare_with_torch(cards: int, limit_s: float) -> Iterator[Finding]:
         yield Finding("error" if int(seen) == 0 else "warning", found, GPU, todo)
 
 
-def probe_sglang(registry: Registry, limit_s: float) -> Iterator[Finding]:
-    """Ask SGLang's environment for its version; import SGLang there if a target of the registry starts it."""
-    python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
-    users = _list_sglang_users(registry)
+def probe_engine(registry: Registry, software: EngineSoftware, limit_s: float) -> Iterator[Finding]:
+    """Ask an engine's environment for its version; import the engine there if a target of the registry starts it."""
+    name, area = software.name, software.key
+    python, users = locate_python(registry, software), _list_users(registry, software)
     if not python.is_file():
         if users:
-            todo = "make sglang-env, or name its environment: sglang.python in registry/deployment.yaml"
-            yield Finding("error", f"{python} does not exist, and is needed by {list_names(users)}", SGLANG, todo)
+            todo = f"make {area}-env, or name its environment: {area}.python in registry/deployment.yaml"
+            yield Finding("error", f"{python} does not exist, and is needed by {list_names(users)}", area, todo)
         else:
-            yield Finding("ok", f"not installed ({python}), and no target needs it", SGLANG)
+            yield Finding("ok", f"not installed ({python}), and no target needs it", area)
         return
-    todo = f"look at: {python} -c 'import sglang'"
+    todo = f"look at: {python} -c 'import {area}'"
+    script = _ASK_ENGINE + (f"; import {area}" if users else "")
+    words = [",".join(software.distributions), *PROGRAM_LIBRARIES]
     try:
-        asked = subprocess.run(
-            [python, "-c", _ASK_SGLANG + (_IMPORT_SGLANG if users else ""), *PROGRAM_LIBRARIES],
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            cwd="/",
-        )
+        asked = subprocess.run([python, "-c", script, *words], capture_output=True, text=True, timeout=limit_s, cwd="/")
     except subprocess.TimeoutExpired as error:
         version = _first_line(error.stdout)
-        known = f"SGLang {version} in" if version else "SGLang in"
-        yield Finding("warning", f"{known} {python} did not answer within {limit_s:.0f} s", SGLANG, todo)
+        known = f"{name} {version} in" if version else f"{name} in"
+        yield Finding("warning", f"{known} {python} did not answer within {limit_s:.0f} s", area, todo)
         return
     except OSError as error:
-        yield Finding("error" if users else "warning", f"{python} cannot be run: {error}", SGLANG, "make sglang-env")
+        yield Finding("error" if users else "warning", f"{python} cannot be run: {error}", area, f"make {area}-env")
         return
     lines = asked.stdout.splitlines()
     if asked.returncode or not lines:
         reason = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
-        yield Finding("error" if users else "warning", f"{python}: {reason}", SGLANG, todo)
+        yield Finding("error" if users else "warning", f"{python}: {reason}", area, todo)
         return
-    version, missing = lines[0], [PROGRAM_LIBRARIES[name] for name in (lines[1].split() if len(lines) > 1 else ())]
+    missing = [PROGRAM_LIBRARIES[library] for library in (lines[1].split() if len(lines) > 1 else ())]
     if missing:
         todo = f"{python} -m pip install --no-deps {' '.join(missing)}"
-        yield Finding(
-            "warning", f"{python} lacks {', '.join(missing)}, which capture.backend sglang needs", SGLANG, todo
-        )
-    if version in SGLANG_VERSIONS:
-        yield Finding("ok", f"SGLang {version} ({python})", SGLANG)
-    else:
-        first = ".".join(map(str, FIRST_CAPTURING))
-        todo = f"install one of these to capture with it; before {first} it can only answer and serve"
-        yield Finding("warning", f"SGLang {version}: tested with {' and '.join(SGLANG_VERSIONS)}", SGLANG, todo)
+        lacks = f"{python} lacks {', '.join(missing)}, which capture.backend {software.captures} needs"
+        yield Finding("warning", lacks, area, todo)
+    yield _judge_engine(software, lines[0], python)
+
+
+def _judge_engine(software: EngineSoftware, version: str, python: Path) -> Finding:
+    if version.partition("+")[0] in software.versions:
+        return Finding("ok", f"{software.name} {version} ({python})", software.key)
+    todo = "install one of these to capture with it"
+    if software is SGLANG:
+        todo += f"; before {'.'.join(map(str, FIRST_CAPTURING))} it can only answer and serve"
+    tested = f"{software.name} {version}: tested with {' and '.join(software.versions)}"
+    return Finding("warning", tested, software.key, todo)
 
 
 def _first_line(output: bytes | str | None) -> str:
@@ -198,17 +201,15 @@ def _first_line(output: bytes | str | None) -> str:
     return (text.splitlines() or [""])[0]
 
 
-def _list_sglang_users(registry: Registry) -> list[str]:
-    """Return the targets that start SGLang themselves. Entries that cannot be read are told by `draftworks check`."""
+def _list_users(registry: Registry, software: EngineSoftware) -> list[str]:
+    """Return the targets that start an engine themselves. Entries that cannot be read are told by `draftworks check`."""
     found = []
     for name in registry.list_targets():
         try:
             target = registry.load_target(name)
         except DraftworksError:
             continue
-        backend = target.capture.backend
-        starts = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
-        if starts or target.evaluation.serving.prompts > 0:
+        if explain_start(target, software):
             found.append(name)
     return found
 

@@ -23,8 +23,8 @@ from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.errors import ConfigError
+from draftworks.servers.start import make_key_file, read_key
 from draftworks.sglang.server import ServerOptions, SGLangServer
-from draftworks.sglang.server_start import make_key_file, read_key
 from draftworks.storage.identity import LayerTap
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]

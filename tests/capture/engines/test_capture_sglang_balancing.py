@@ -16,14 +16,16 @@ from waiting import HANG_S
 from draftworks.capture.answers.load_balancer import CircuitBreaker
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
+from draftworks.capture.engines.hosts import EngineHost
 from draftworks.capture.engines.sglang_engine import SGLangEngine
-from draftworks.capture.engines.sglang_hosts import ExternalHost, SGLangHost
+from draftworks.capture.engines.sglang_hosts import ExternalHost
 from draftworks.capture.engines.sglang_job import BalancedHost, balance
 from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
-from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
+from draftworks.servers.client import GenerateRequest, Generation
+from draftworks.sglang.client import SGLangClient
 from draftworks.storage.identity import LayerTap
 
 TARGET = TargetFiles(
@@ -35,7 +37,7 @@ ROWS = [[7, 3, 9], [4], [5, 6, 7, 8], [9, 9], [1, 2, 3]]
 
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftworks.capture.engines.sglang_engine._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("draftworks.capture.engines.parts_engine._LONGEST_WAIT_S", 0.0)
 
 
 @pytest.fixture
@@ -256,7 +258,7 @@ def test_closing_ends_all_and_what_is_on_its_way_fails(fakes, tmp_path: Path):
 
 
 def test_servers_that_capture_other_layers_do_not_share_the_work(fakes, tmp_path: Path):
-    hosts: list[SGLangHost] = [RevivedHost(fake) for fake in fakes]
+    hosts: list[EngineHost] = [RevivedHost(fake) for fake in fakes]
     hosts[1].layer_ids = (1, 4)
     with pytest.raises(EngineError, match=r"the same layers, found .*: \[1, 3\]; .*: \[1, 4\]"):
         make_balanced_engine(tmp_path, fakes, hosts=hosts)

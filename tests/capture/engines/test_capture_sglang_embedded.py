@@ -33,7 +33,7 @@ from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
-from draftworks.sglang.spool import write_part
+from draftworks.handover.spool import write_part
 from draftworks.storage.identity import LayerTap
 
 
@@ -129,7 +129,7 @@ PATIENT = SGLangSpec(start_timeout_s=HANG_S, request_timeout_s=HANG_S, grace_s=5
 
 @pytest.fixture
 def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wishes]:
-    monkeypatch.setattr("draftworks.capture.engines.sglang_engine._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("draftworks.capture.engines.parts_engine._LONGEST_WAIT_S", 0.0)
     with fake_engine(tmp_path / "site", monkeypatch) as wishes:
         yield wishes
 

@@ -22,7 +22,7 @@ from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.data.tokenized import write_tokens
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store
-from draftworks.sglang.environment import link_package
+from draftworks.servers.environment import link_package
 from draftworks.storage.identity import LayerTap
 from resources.local_launcher import LocalLauncher
 from resources.workspace import Workspace

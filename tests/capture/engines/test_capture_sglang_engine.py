@@ -14,13 +14,14 @@ from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang, par
 from waiting import HANG_S, wait_until
 
 from draftworks.capture.engine import make_engine_identity
-from draftworks.capture.engines.sglang_engine import SGLangEngine, build_sampling_parameters, require_whole_part
+from draftworks.capture.engines.parts_engine import require_whole_part
+from draftworks.capture.engines.sglang_engine import LOSSES, SGLangEngine, build_sampling_parameters
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
+from draftworks.handover.spool import Part, write_failure
 from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.spool import Part, write_failure
 from draftworks.storage.identity import LayerTap
 
 TARGET = TargetFiles(
@@ -44,7 +45,7 @@ def make_engine(fake: FakeSGLang, attempts: int = 3, timeout_s: float = HANG_S) 
 
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftworks.capture.engines.sglang_engine._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("draftworks.capture.engines.parts_engine._LONGEST_WAIT_S", 0.0)
 
 
 def test_streams_are_cut_out_of_what_the_server_captures(fake):
@@ -175,23 +176,23 @@ def test_a_server_that_is_not_there_is_told():
 
 def test_rows_from_a_cache_in_chunks_or_of_other_tokens_are_refused():
     row = [1, 2, 3, 4]
-    assert require_whole_part([part_of(row)], row, 0, EXPECTED).start == 0
+    assert require_whole_part([part_of(row)], row, 0, EXPECTED, "SGLang", LOSSES).start == 0
     with pytest.raises(PassingTroubleError, match="wrote no hidden states for a sequence of 4 tokens"):
-        require_whole_part([], row, 0, EXPECTED)
+        require_whole_part([], row, 0, EXPECTED, "SGLang", LOSSES)
     with pytest.raises(
         CaptureError, match="took 3 of a sequence's 4 tokens from its prefix cache.*--disable-radix-cache"
     ):
-        require_whole_part([part_of(row[3:], start=3)], row, 3, EXPECTED)
+        require_whole_part([part_of(row[3:], start=3)], row, 3, EXPECTED, "SGLang", LOSSES)
     with pytest.raises(CaptureError, match="took 3 of a sequence's"):
-        require_whole_part([part_of(row)], row, 3, EXPECTED)
+        require_whole_part([part_of(row)], row, 3, EXPECTED, "SGLang", LOSSES)
     with pytest.raises(CaptureError, match=r"in chunks of \[2, 2\].*--chunked-prefill-size -1"):
-        require_whole_part([part_of(row[:2]), part_of(row[2:], start=2)], row, 0, EXPECTED)
+        require_whole_part([part_of(row[:2]), part_of(row[2:], start=2)], row, 0, EXPECTED, "SGLang", LOSSES)
     with pytest.raises(CaptureError, match=r"in chunks of \[2\]"):
-        require_whole_part([part_of(row[:2])], row, 0, EXPECTED)
+        require_whole_part([part_of(row[:2])], row, 0, EXPECTED, "SGLang", LOSSES)
     with pytest.raises(CaptureError, match="computed other token ids"):
-        require_whole_part([part_of(row[::-1])], row, 0, EXPECTED)
+        require_whole_part([part_of(row[::-1])], row, 0, EXPECTED, "SGLang", LOSSES)
     with pytest.raises(CaptureError, match=r"of 4 positions, found 3 \(taps\) and 4 \(last\)"):
-        require_whole_part([replace(part_of(row), taps=torch.zeros(2, 3, HIDDEN))], row, 0, EXPECTED)
+        require_whole_part([replace(part_of(row), taps=torch.zeros(2, 3, HIDDEN))], row, 0, EXPECTED, "SGLang", LOSSES)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import EngineError
-from draftworks.sglang.spool import make_request_id, write_part
+from draftworks.handover.spool import make_request_id, write_part
 from draftworks.storage.identity import LayerTap
 
 

@@ -39,11 +39,11 @@ from draftworks.evaluation.ladder.server_acceptance import (
     ServerPrompt,
     ask_server,
     build_server_prompts,
-    compare_with_walk,
+    compare_with_rung,
 )
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.features.contracts import TrainBatch
-from draftworks.sglang.speculation import SpeculatedAnswer
+from draftworks.servers.client import SpeculatedAnswer
 
 
 @dataclass(frozen=True)
@@ -226,23 +226,23 @@ WALKED = [acceptance(name, [1, 2, 0, 3, 1]) for name in "abcdef"]
 
 
 def test_a_server_that_does_what_the_walk_said_agrees_count_for_count():
-    compared = compare_with_walk(WALKED[:4], WALKED, tolerance=0.0, resampling=RESAMPLING)
+    compared = compare_with_rung(WALKED[:4], WALKED, tolerance=0.0, resampling=RESAMPLING)
     assert (compared.paired.difference, compared.equal_samples, compared.agrees) == (0, 4, True)
     assert compared.to_json()["only_walked"] == 2
 
 
 def test_a_server_that_accepts_next_to_nothing_does_not_agree():
-    compared = compare_with_walk([acceptance(one.sample_id, [0] * 12) for one in WALKED], WALKED, 0.05, RESAMPLING)
+    compared = compare_with_rung([acceptance(one.sample_id, [0] * 12) for one in WALKED], WALKED, 0.05, RESAMPLING)
     assert compared.paired.difference == pytest.approx(-1.4)
     assert (compared.equal_samples, compared.agrees) == (0, False)
 
 
 def test_a_small_difference_is_none_and_neither_is_one_that_may_be_chance():
     nearly = [acceptance(one.sample_id, [1, 2, 0, 3, 1, 1, 2, 0, 3, 2]) for one in WALKED]
-    assert not compare_with_walk(nearly, WALKED, 0.0, RESAMPLING).agrees
-    assert compare_with_walk(nearly, WALKED, 0.05, RESAMPLING).agrees
+    assert not compare_with_rung(nearly, WALKED, 0.0, RESAMPLING).agrees
+    assert compare_with_rung(nearly, WALKED, 0.05, RESAMPLING).agrees
     mixed = [acceptance(one.sample_id, [1, 2, 0, 3, 1 + (-1) ** index]) for index, one in enumerate(WALKED)]
-    assert compare_with_walk(mixed, WALKED, 0.0, RESAMPLING).agrees
+    assert compare_with_rung(mixed, WALKED, 0.0, RESAMPLING).agrees
 
 
 EASY = PromptAcceptance.from_accepted_counts("easy", [3, 3, 2], emitted=11)

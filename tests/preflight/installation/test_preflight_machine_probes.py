@@ -1,4 +1,4 @@
-"""GPU, SGLang and processes: what is there, what is wrong with it, and what hangs."""
+"""GPU, engines and processes: what is there, what is wrong with it, and what hangs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from draftworks.capture.software import ENGINE_SOFTWARE
 from draftworks.preflight.installation import machine_probes
 from draftworks.preflight.installation.machine_probes import (
     probe_clock,
+    probe_engine,
     probe_gpu,
     probe_orphans,
-    probe_sglang,
 )
-from draftworks.sglang.environment import SGLANG_VERSIONS
+from draftworks.servers.environment import EngineSoftware
 from draftworks.targets.registry import Registry
 
 CARD = "NVIDIA H200, 143771 MiB, 0 MiB, 570.1"
@@ -66,12 +67,18 @@ def test_a_driver_that_fails_or_hangs_is_a_warning(machine: Path, body: str):
 @pytest.fixture
 def registry(tmp_path: Path) -> Registry:
     (tmp_path / "registry" / "targets").mkdir(parents=True)
-    (tmp_path / "registry" / "deployment.yaml").write_text("sglang: {python: ../sglang/python}\n")
+    engines = "".join(f"{key}: {{python: ../{key}/python}}\n" for key in ENGINE_SOFTWARE)
+    (tmp_path / "registry" / "deployment.yaml").write_text(engines)
     return Registry(tmp_path / "registry")
 
 
-def need_sglang(registry: Registry) -> None:
-    (registry.root / "targets" / "a.yaml").write_text("model: m\ndataset: d\ncapture: {backend: sglang}\n")
+def need(registry: Registry, backend: str) -> None:
+    (registry.root / "targets" / "a.yaml").write_text(f"model: m\ndataset: d\ncapture: {{backend: {backend}}}\n")
+
+
+@pytest.fixture(params=["sglang", "vllm"])
+def software(request: pytest.FixtureRequest) -> EngineSoftware:
+    return ENGINE_SOFTWARE[request.param]
 
 
 @pytest.mark.parametrize(
@@ -79,26 +86,30 @@ def need_sglang(registry: Registry) -> None:
     [
         (None, False, "ok", "no target needs it"),
         (None, True, "error", "is needed by a"),
-        (f"echo {SGLANG_VERSIONS[0]}", True, "ok", f"SGLang {SGLANG_VERSIONS[0]}"),
-        ("echo 0.4.1", True, "warning", "SGLang 0.4.1: tested with"),
+        ("echo TESTED", True, "ok", "NAME TESTED"),
+        ("echo 0.4.1", True, "warning", "NAME 0.4.1: tested with"),
         ("echo 'ImportError: no CUDA' >&2; exit 1", True, "error", "ImportError: no CUDA"),
         ("echo 'ImportError: no CUDA' >&2; exit 1", False, "warning", "ImportError: no CUDA"),
-        ("echo 0.5.23; exec sleep 60", True, "warning", "did not answer within"),
+        ("echo TESTED; exec sleep 60", True, "warning", "did not answer within"),
     ],
 )
-def test_sglang_is_asked_in_its_own_environment(registry: Registry, body, needed: bool, state: str, words: str):
+def test_an_engine_is_asked_in_its_own_environment(
+    registry: Registry, software: EngineSoftware, body: str | None, needed: bool, state: str, words: str
+):
     if needed:
-        need_sglang(registry)
+        need(registry, software.captures)
     if body is not None:
-        write_program(registry.root.parent / "sglang" / "python", body)
-    [line] = probe_sglang(registry, 1.0)
+        write_program(registry.root.parent / software.key / "python", body.replace("TESTED", software.versions[0]))
+    [line] = probe_engine(registry, software, 1.0)
+    words = words.replace("NAME", software.name).replace("TESTED", software.versions[0])
     assert (line.severity, words in line.text) == (state, True), line
 
 
-def test_libraries_that_sglang_lacks_are_named_with_the_command(registry: Registry):
-    need_sglang(registry)
-    write_program(registry.root.parent / "sglang" / "python", f"echo {SGLANG_VERSIONS[0]}; echo pyarrow dagster_pipes")
-    found = list(probe_sglang(registry, 5))
+def test_libraries_that_an_engine_lacks_are_named_with_the_command(registry: Registry, software: EngineSoftware):
+    need(registry, software.captures)
+    said = f"echo {software.versions[0]}; echo pyarrow dagster_pipes"
+    write_program(registry.root.parent / software.key / "python", said)
+    found = list(probe_engine(registry, software, 5))
     assert [line.severity for line in found] == ["warning", "ok"]
     assert "pip install --no-deps pyarrow dagster-pipes" in found[0].remedy
 

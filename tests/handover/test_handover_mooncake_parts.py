@@ -13,11 +13,11 @@ from mooncake_toys import running_mooncake
 from waiting import HANG_S
 
 from draftworks.errors import PassingTroubleError
+from draftworks.handover.background import make_destination, start_hand_over
+from draftworks.handover.mooncake_parts import MooncakeSink, MooncakeSource
+from draftworks.handover.spool import AnsweredRequest, Part, make_request_id
 from draftworks.mooncake.address import MooncakeAddress
 from draftworks.mooncake.client import MooncakeClient
-from draftworks.sglang.hook import capture_hook
-from draftworks.sglang.mooncake_parts import MooncakeSink, MooncakeSource
-from draftworks.sglang.spool import AnsweredRequest, Part, make_request_id
 
 pytestmark = pytest.mark.mooncake
 
@@ -64,8 +64,8 @@ def test_parts_are_taken_as_put_and_leave_nothing(sink, source, address_file):
     assert list_entries(address_file) == set()
 
 
-def test_the_hook_puts_into_mooncake_in_the_background(source, address_file):
-    hand_over = capture_hook({"mooncake": str(address_file)}).hand_over
+def test_parts_are_put_into_mooncake_in_the_background(source, address_file):
+    hand_over = start_hand_over(make_destination(address_file.parent, address_file))
     requests = [AnsweredRequest(make_request_id()) for _ in range(8)]
     putting = threading.Thread(target=lambda: [hand_over.put(each.request_id, random_part()) for each in requests])
     putting.start()

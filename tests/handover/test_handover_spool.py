@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from waiting import HANG_S
 
 from draftworks.errors import EngineError, PassingTroubleError, UnsoundEngineError
-from draftworks.sglang.hook import BackgroundHandOver
-from draftworks.sglang.spool import (
+from draftworks.handover.background import BackgroundHandOver
+from draftworks.handover.spool import (
     AnsweredRequest,
     Part,
     SpoolSink,
@@ -89,7 +89,7 @@ def test_a_write_that_breaks_off_leaves_nothing_to_take(tmp_path: Path, monkeypa
         path.write_bytes(b"half a header")
         raise OSError("no space left")
 
-    monkeypatch.setattr("draftworks.sglang.spool.save_file", break_off)
+    monkeypatch.setattr("draftworks.handover.spool.save_file", break_off)
     request_id = make_request_id()
     with pytest.raises(OSError, match="no space left"):
         write_part(tmp_path, request_id, random_part())
@@ -176,7 +176,7 @@ def test_the_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Room for the part alone is not enough: a twentieth of the disk stays free."""
     hand_over = BackgroundHandOver(SpoolSink(tmp_path))
     disk = SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=2_000_000)
-    monkeypatch.setattr("draftworks.sglang.spool.os.statvfs", lambda path: disk)
+    monkeypatch.setattr("draftworks.handover.spool.os.statvfs", lambda path: disk)
     old, request_id = make_request_id(), make_request_id()
     (tmp_path / f"{old}.0.safetensors").touch()
     os.utime(tmp_path / f"{old}.0.safetensors", times=(1e9, 1e9))

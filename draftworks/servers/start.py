@@ -1,14 +1,14 @@
-"""How SGLang's processes are started: they end with their parent from the moment they start, and their API key is not seen.
+"""How an engine's processes are started: they end with their parent from the moment they start, and its API key is not seen.
 
-SGLang's processes ask the kernel to be ended themselves, but only after seconds of imports; if this process is killed during
-that time, they would be left behind. Run as a module (`server_start FOLDER MODULE ARG…`), this does the same to the child
-processes of another program.
+Engines' processes see to their end themselves, but only after seconds of imports; if this process is killed during that time,
+they would be left behind. Run as a module (`start FOLDER MODULE ARG…`), this does the same to the child processes of another
+program, whether it spawns or forks them.
 
-The key of a server that others than this machine can reach is in a file of its owner, and in no command line or log. SGLang
-takes the key as an argument only, and logs its arguments. So the key is added to the arguments inside the server's own
-process, where no list of processes shows it, and is removed from what that process logs.
+The key of a server that others than this machine can reach is in a file of its owner, and in no command line or log. Servers
+take the key as an argument, and log their arguments. So the key is added to the arguments inside the server's own process,
+where no list of processes shows it, and is removed from what that process logs.
 
-Standard library only, because it runs in SGLang's environment.
+Standard library only, because it runs in the engine's environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from draftworks.distributed import stop_signals
 
-VARIABLE = "DRAFTWORKS_SGLANG_KEY_FILE"
+VARIABLE = "DRAFTWORKS_SERVER_KEY_FILE"
 """Environment variable with the path of the key's file, for the process of a server."""
 HIDDEN = "***"
 _BYTES = 32
@@ -52,7 +52,7 @@ def build_headers(key: str | None) -> dict[str, str]:
 
 
 def take_key_arguments(environment: MutableMapping[str, str]) -> list[str]:
-    """Return the arguments for SGLang with the key that the environment names, which this process then does not log.
+    """Return the arguments for a server with the key that the environment names, which this process then does not log.
 
     The variable is removed; without it there are no arguments.
     """
@@ -104,6 +104,7 @@ def build_command(folder: Path, module: str) -> list[str]:
 
 def _run(folder: str, module: str, *arguments: str) -> None:
     sys.argv = [module, *arguments, *take_key_arguments(os.environ)]
+    os.register_at_fork(after_in_child=stop_signals.die_with_parent)
     with tie_children_to_parent(Path(folder)):
         # The module has to run as the main module: the processes that it spawns look up their functions there.
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -36,6 +36,7 @@ from draftworks.errors import PassingTroubleError, UnsoundEngineError
 _PREFIX = "draftworks-"
 _WITH_LOGITS = f"{_PREFIX}logits-"
 _MADE = re.compile(rf"{_PREFIX}(?:logits-)?([0-9a-f]{{16}})-")
+_WHOLE = re.compile(rf"{_PREFIX}(?:logits-)?[0-9a-f]{{16}}-[0-9a-f]{{32}}")
 
 
 def make_request_id(with_logits: bool = False) -> str:
@@ -55,6 +56,12 @@ def read_request_time(request_id: str) -> float | None:
 def is_captured(request_id: str) -> bool:
     """Return whether a request's states are to be written; those of health checks and other clients are not."""
     return request_id.startswith(_PREFIX)
+
+
+def find_request_id(engine_id: str) -> str | None:
+    """Return the id of `make_request_id` in what an engine made of it, such as `cmpl-{id}-0-5f2c81aa`; None if none is."""
+    match = _WHOLE.search(engine_id)
+    return match[0] if match else None
 
 
 def wants_logits(request_id: str) -> bool:
@@ -152,7 +159,7 @@ class PartSource(ABC):
 
 def make_late_error(request_id: str, timeout_s: float) -> PassingTroubleError:
     return PassingTroubleError(
-        f"SGLang answered request {request_id}, and its hidden states have not come for {timeout_s:g} s. Look at its "
+        f"the engine answered request {request_id}, and its hidden states have not come for {timeout_s:g} s. Look at its "
         "log, and at the disk or store that they go through"
     )
 

@@ -16,9 +16,9 @@ import torch
 
 from draftworks.errors import PassingTroubleError, StoreLostError
 from draftworks.features.mooncake_objects import MooncakeObjects
+from draftworks.handover.spool import AnsweredRequest, Part, PartSink, PartSource, make_late_error, read_request_time
 from draftworks.mooncake.address import MooncakeAddress, load_library
 from draftworks.mooncake.client import MooncakeClient
-from draftworks.sglang.spool import AnsweredRequest, Part, PartSink, PartSource, make_late_error, read_request_time
 
 PUT_TIMEOUT_S = 60.0
 ABANDONED_S = 6 * 3600.0

@@ -41,7 +41,7 @@ class ServerCounters:
 
 LENGTH, BY_POSITION, CREATED, PROCESS_START = "length", "by_position", "created", "process_start"
 
-SGLANG = ServerCounters(
+SGLANG_COUNTERS = ServerCounters(
     "sglang:",
     ("0.5.23",),
     {
@@ -51,8 +51,7 @@ SGLANG = ServerCounters(
     },
     {LENGTH: "sglang:spec_accept_length"},
 )
-# Of 0.32 a server was run, and its own metrics had these counters; none was scraped.
-VLLM = ServerCounters(
+VLLM_COUNTERS = ServerCounters(
     "vllm:",
     ("0.11", "0.32", "0.33"),
     {
@@ -61,6 +60,7 @@ VLLM = ServerCounters(
         ACCEPTED: "vllm:spec_decode_num_accepted_tokens_total",
     },
     {
+        TOKENS: "vllm:generation_tokens_total",
         BY_POSITION: "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         CREATED: "vllm:spec_decode_num_drafts_created",
         PROCESS_START: "process_start_time_seconds",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import EngineError
-from draftworks.sglang.counters import MetricSample, parse_metrics
+from draftworks.servers.counters import MetricSample, parse_metrics
 
 NAMES = st.from_regex(r"[a-z_:][a-z0-9_:]{0,8}", fullmatch=True)
 LABELS = st.dictionaries(st.from_regex(r"_?[a-z][a-z0-9_]{0,5}", fullmatch=True), st.text(max_size=8), max_size=3)

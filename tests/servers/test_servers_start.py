@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 from processes import lives, wait_until_ended
 
-from draftworks.sglang import server_start
+from draftworks.servers import start
 
 OWNER = """
 import sys, time
 from pathlib import Path
 from multiprocessing import get_context
-from draftworks.sglang.server_start import tie_children_to_parent
+from draftworks.servers.start import tie_children_to_parent
 
 if __name__ == "__main__":
     with tie_children_to_parent(Path(sys.argv[1])):
@@ -55,6 +55,6 @@ if __name__ == "__main__":
 
 def test_a_program_run_with_tied_children_gets_its_arguments_and_its_children_find_it(tmp_path: Path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, *server_start.build_command(tmp_path, "program"), "one", "--two"]
+    command = [sys.executable, *start.build_command(tmp_path, "program"), "one", "--two"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.splitlines() == ["['one', '--two']", "child one"]

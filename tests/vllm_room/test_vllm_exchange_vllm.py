@@ -1,0 +1,151 @@
+"""A live vLLM on a CPU loads another draft without a restart, and accepts of each draft what its walk says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from ladder_toys import TTT, Answers, Ladder, build_ladder, greedy_answers, make_draft
+from waiting import HANG_S
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.drafts.draft_io import save_draft
+from draftworks.errors import EngineError
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.replay import replay_all
+from draftworks.evaluation.ladder.server_acceptance import ServerPrompt, ask_server
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.exporting import export_draft
+from draftworks.servers.client import Sampling
+from draftworks.vllm.client import VLLMClient
+from draftworks.vllm.exchange import BACKEND, PLUGIN, exchange_draft
+from draftworks.vllm.server import VLLMServer, VLLMServerOptions
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+PYTHON = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
+PROMPTS, LONGEST = 4, 24
+
+
+class ExchangingOptions(VLLMServerOptions):
+    """A server in development mode that knows the plug-in."""
+
+    def build_environment(self) -> dict[str, str]:
+        return super().build_environment() | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(PLUGIN)}
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A draft that has learned the answers, and its export."""
+
+    ladder: Ladder
+    folder: Path
+
+    def walk(self) -> dict[str, PromptAcceptance]:
+        names = {sample.name for sample in self.ladder.samples}
+        found = replay_all(
+            self.ladder.strategy, [self.ladder.batch(self.ladder.samples)], TTT, torch.device("cpu"), names
+        )
+        return {one.walk.sample_id: one.walk for one in found}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server, the folder of its draft, and the prompts that it is asked."""
+
+    url: str
+    served: Path
+    prompts: list[ServerPrompt]
+
+    def accept(self) -> dict[str, PromptAcceptance]:
+        with VLLMClient(self.url, HANG_S) as client:
+            found = ask_server(
+                self.prompts, lambda each: client.answer("small", each.prompt, Sampling(each.max_new_tokens)), 1
+            )
+        assert found.identical_answers == found.answers == PROMPTS
+        return {one.sample_id: one for one in found.prompts}
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_folder: Path) -> Answers:
+    return greedy_answers(tiny_folder, PROMPTS, LONGEST)
+
+
+def teach(answers: Answers, target: TargetFiles, folder: Path, steps: int, frequent: int) -> Taught:
+    """A draft that learned for so many steps, and proposes what is frequent in the first answers alone."""
+    make = partial(make_draft, "eagle3")
+    ladder = build_ladder(answers, target, steps, lambda parts, samples: make(parts, samples[:frequent]))
+    ladder.strategy.model.float()
+    save_draft(folder / "draft", ladder.strategy, target.digest)
+    ladder.strategy.model.double()
+    export_draft(CanonicalDraft.load(folder / "draft", target), "speculators_eagle3", folder / "export", "float32")
+    return Taught(ladder, folder / "export")
+
+
+@pytest.fixture(scope="module")
+def first(answers: Answers, tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Taught:
+    return teach(answers, tiny_target, tmp_path_factory.mktemp("first"), 60, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def second(answers: Answers, tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Taught:
+    return teach(answers, tiny_target, tmp_path_factory.mktemp("second"), 20, 1)
+
+
+@pytest.fixture(scope="module")
+def running(
+    answers: Answers, first: Taught, tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("vllm")
+    served = folder / "served"
+    shutil.copytree(first.folder, served)
+    options = ExchangingOptions(
+        model=tiny_target.model, revision=None, tokenizer=tiny_target.tokenizer, name="small", context=256,
+        dtype="float32", device="cpu", max_requests=4, counts_requests=True,
+        speculative={"method": "eagle3", "model": str(served), "num_speculative_tokens": TTT},
+        extra=(
+            *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
+            *("--additional-config", json.dumps({BACKEND: str(served)})),
+        ),
+    )  # fmt: skip
+    server = VLLMServer(PYTHON, options, folder / "server", HANG_S, 10)
+    server.start()
+    asked = [ServerPrompt(each.name, each.prompt, each.answer, len(each.answer)) for each in answers.samples]
+    yield Running(server.url, served, asked)
+    server.stop()
+
+
+def count_equal(served: dict[str, PromptAcceptance], walk: dict[str, PromptAcceptance]) -> int:
+    return sum(served[name] == walk[name] for name in walk)
+
+
+def test_what_is_accepted_is_each_drafts_own_before_and_after(running: Running, first: Taught, second: Taught):
+    before = running.accept()
+    exchange_draft(running.url, second.folder, running.served, "second", HANG_S)
+    after = running.accept()
+    exchange_draft(running.url, first.folder, running.served, "first", HANG_S)
+    # A near tie of float32 may decide otherwise than the walk's float64.
+    assert count_equal(before, first.walk()) >= PROMPTS - 1
+    assert count_equal(after, second.walk()) >= PROMPTS - 1
+    assert running.accept() == before
+    accepted = [sum(one.accepted for one in found.values()) for found in (before, after)]
+    assert accepted[0] > accepted[1] > 0  # two drafts that accept alike would say little
+
+
+def test_a_draft_of_another_target_is_refused_and_the_former_one_serves_on(
+    running: Running, second: Taught, tmp_path: Path
+):
+    before = running.accept()
+    shutil.copytree(second.folder, tmp_path / "foreign")
+    config = json.loads((tmp_path / "foreign" / "config.json").read_text())
+    config["provenance"]["target_digest"] = "0" * 16
+    (tmp_path / "foreign" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match="serves the former draft: .*other target_digest than at the start"):
+        exchange_draft(running.url, tmp_path / "foreign", running.served, "foreign", HANG_S)
+    assert running.accept() == before
