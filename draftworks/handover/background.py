@@ -131,15 +131,6 @@ def _copy_to_pinned(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
     return copied
 
 
-def make_destination(spool: Path, mooncake: Path | None = None) -> dict[str, str]:
-    """Return what an engine is told at its start about where hidden states go: the folder, or the store instead.
-
-    Args:
-        mooncake: address file of the Mooncake store that hidden states go through, instead of the spool.
-    """
-    return {"spool": str(spool)} if mooncake is None else {"mooncake": str(mooncake)}
-
-
 def start_hand_over(destination: Mapping[str, Any]) -> BackgroundHandOver:
     """Return a hand-over to where `make_destination` says; `queue_bytes` there is optional.
 

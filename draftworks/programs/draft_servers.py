@@ -49,6 +49,7 @@ class DraftServer(ABC):
     Attributes:
         version: of the engine, as the server says.
         algorithm: its name of the kind of draft.
+        samples: whether it verifies sampled answers by a rule of sampling.
         compared: whether the server's files of the draft were compared with ours; False where it does not name them, or
             they lie on another machine.
     """
@@ -56,6 +57,7 @@ class DraftServer(ABC):
     version: str
     algorithm: str
     compared: bool
+    samples: bool = True
 
     @abstractmethod
     def answer(self, prompt: tuple[int, ...], sampling: Sampling) -> SpeculatedAnswer:
@@ -108,6 +110,8 @@ class _SGLang(DraftServer):
         if proposed != run.draft_tokens:
             raise EngineError(_describe_proposals("SGLang", proposed, run.draft_tokens))
         self.version, self.algorithm = str(info.get("version")), algorithm
+        # srt/speculative/eagle_utils.py, _verify_uses_greedy: on these devices every answer is verified greedily.
+        self.samples = info.get("device") not in ("cpu", "xpu")
         loaded = info.get(DRAFT.removeprefix("--").replace("-", "_"))
         self.compared = _require_same_draft(loaded, run, f"SGLang at {client.url}")
 

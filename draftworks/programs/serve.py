@@ -74,6 +74,9 @@ def measure_one(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
         greedy = questioner.ask(asked, GREEDY)
         if run.url is not None:
             require_same_target(asked, greedy.served, f"{ENGINES[run.engine]} at {run.url}")
+        if decodings and not server.samples:
+            ctx.log(f"{ENGINES[run.engine]} verifies greedily on this device at every temperature: nothing is sampled")
+            decodings = []
         sampled = [questioner.ask(select_first_answers(asked), decoding) for decoding in decodings]
     resampling = Resampling(run.confidence, run.resamples)
     compared = compare_with_rung(greedy.served.prompts, read_walk(run.report), run.serving.tolerance, resampling)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import re
 import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import draftworks
 from draftworks.errors import ConfigError
 
-PROGRAM_LIBRARIES = {"dagster_pipes": "dagster-pipes", "pyarrow": "pyarrow", "tenacity": "tenacity"}
-"""Libraries that the programs that run a target import and engines do not install: distribution by module name."""
+PROGRAM_LIBRARIES = {
+    "dagster_pipes": "dagster-pipes",
+    "pyarrow": "pyarrow",
+    "tenacity": "tenacity",
+    "xxhash": "xxhash",
+}
+"""Libraries that the programs that run a target import and that some engine does not install: distribution by module."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "DAGSTER_PIPES_")
 """Prefixes of the variables that describe the process group of a Draftworks process.
 
@@ -96,6 +105,19 @@ class EngineSoftware:
                 *(where, self.name, version, " and ".join(self.versions)),
             )
 
+    def require_here(self) -> str:
+        """Return the version of the engine in the running Python; raise ConfigError if it is not installed there."""
+        where = f"this Python, {sys.executable},"
+        found = [each.version for name in self.distributions for each in importlib.metadata.distributions(name=name)]
+        if not found:
+            raise ConfigError(
+                f"backend {self.captures} runs {self.name} in the process that captures, but {where} has none. Run the program "
+                f"with the Python of {self.name}'s environment ({self.key}.python of the deployment, as Dagster does), or "
+                f"choose backend {self.captures}_server, which starts it as a process of its own"
+            )
+        self.check_version(found[0], where)
+        return found[0]
+
     def build_program_environment(self, python: Path, folder: Path) -> dict[str, str]:
         """Return the environment variables that a Draftworks program needs to be run by the engine's Python.
 
@@ -154,3 +176,24 @@ def link_package(folder: Path) -> Path:
 def hide_process_group(environment: dict[str, str]) -> dict[str, str]:
     """Return the variables without those that describe the process group of a Draftworks process."""
     return {name: value for name, value in environment.items() if not name.startswith(LAUNCHER_VARIABLES)}
+
+
+@contextmanager
+def set_environment(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set the environment that an engine in this process and its processes inherit; on exit restore this process's environment and logging.
+
+    Variables of a launcher's process group are hidden meanwhile.
+    """
+    hidden = [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]
+    before = {name: os.environ.pop(name, None) for name in {*hidden, *environment}}
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in environment:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+        root.handlers[:] = handlers
+        root.setLevel(level)

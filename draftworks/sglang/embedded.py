@@ -4,46 +4,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import logging
-import os
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import psutil
 
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
 from draftworks.servers.client import GenerateRequest, Generation
-from draftworks.servers.environment import LAUNCHER_VARIABLES
+from draftworks.servers.environment import set_environment
 from draftworks.servers.process import find_free_port
 from draftworks.servers.start import tie_children_to_parent
 from draftworks.sglang.client import parse_generation
-from draftworks.sglang.environment import SGLANG
 from draftworks.sglang.server import ServerOptions
 
 WHERE = "SGLang in this process"
 _POLL_S = 0.5
 """Interval at which a thread that waits for an answer checks whether the Engine has failed or was closed."""
-
-
-def require_sglang_here() -> str:
-    """Return the version of SGLang in the running Python; raise ConfigError if it is not installed there."""
-    where = f"this Python, {sys.executable},"
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            f"backend sglang runs SGLang in the process that captures, but {where} has none. Run the program with the "
-            "Python of SGLang's environment (sglang.python of the deployment, as Dagster does), or choose backend "
-            "sglang_server, which starts it as a process of its own"
-        ) from error
-    SGLANG.check_version(version, where)
-    return version
 
 
 class EmbeddedSGLang:
@@ -142,7 +123,7 @@ class EmbeddedSGLang:
         asyncio.set_event_loop(self._loop)
         try:
             with (
-                _set_environment(self._options.build_environment()),
+                set_environment(self._options.build_environment()),
                 tie_children_to_parent(self._options.spool.parent),
             ):
                 engine = _make_engine(self._options)
@@ -203,24 +184,3 @@ def _make_engine(options: ServerOptions) -> Any:
     sglang.ServerArgs.add_cli_args(parser)
     parsed = vars(parser.parse_args(["--log-level", "warning", *options.build_arguments(find_free_port())]))
     return sglang.Engine(**{name: value for name, value in parsed.items() if value != parser.get_default(name)})
-
-
-@contextmanager
-def _set_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment that SGLang's processes inherit; on exit restore this process's environment and logging.
-
-    Variables of a launcher's process group are hidden meanwhile.
-    """
-    hidden = [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]
-    before = {name: os.environ.pop(name, None) for name in {*hidden, *environment}}
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name in environment:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-        root.handlers[:] = handlers
-        root.setLevel(level)

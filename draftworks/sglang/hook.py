@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftworks.handover.background import BackgroundHandOver, make_destination, start_hand_over
+from draftworks.handover.background import BackgroundHandOver, start_hand_over
+from draftworks.handover.destination import make_destination
 from draftworks.handover.spool import Part, is_captured, wants_logits
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from mooncake_toys import running_mooncake
 from waiting import HANG_S
 
 from draftworks.errors import PassingTroubleError
-from draftworks.handover.background import make_destination, start_hand_over
+from draftworks.handover.background import start_hand_over
+from draftworks.handover.destination import make_destination
 from draftworks.handover.mooncake_parts import MooncakeSink, MooncakeSource
 from draftworks.handover.spool import AnsweredRequest, Part, make_request_id
 from draftworks.mooncake.address import MooncakeAddress

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
+import fake_speculating_sglang
 import numpy as np
 import pytest
 from fake_speculating_vllm import Handler, Script, fake_vllm_python
 from waiting import HANG_S
 
-from draftworks.config.capture import VLLMSpec
+from draftworks.config.capture import SGLangSpec, VLLMSpec
 from draftworks.config.run_files import ServeRun, TargetFiles
 from draftworks.config.service import ServingSpec
 from draftworks.data.tokenized import TokenRow, write_tokens
@@ -28,6 +29,10 @@ from draftworks.programs.serve import measure_server
 
 CONFIG = {"model": "DRAFT_FOLDER", "method": "eagle3", "num_speculative_tokens": 5}
 COMMAND = f"vllm serve models/toy --speculative-config '{json.dumps(CONFIG)}'"
+SGLANG_COMMAND = (
+    "python -m sglang.launch_server --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFT_FOLDER "
+    "--speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6"
+)
 NAMES = "abcd"
 ANSWERS = {f"5 6 {number}": ([8, 9, 10], [1]) for number in range(len(NAMES))}
 """The first token is of the prefill; a pass accepts one token, and adds the target's own."""
@@ -106,6 +111,20 @@ def test_servers_are_measured_one_after_another_and_stand_side_by_side(run: Serv
     assert ("url" in first, second["url"], second["draft_compared"]) == (False, url, True)
     assert first["acceptance"] == second["acceptance"]
     assert "others" not in second
+
+
+@pytest.mark.parametrize(("device", "times"), [("cuda", 2), ("cpu", 1)])
+def test_sglang_is_not_sampled_where_it_verifies_greedily_at_every_temperature(run: ServeRun, device: str, times: int):
+    """On a CPU 0.5.23 would report greedy acceptance as that of its sampling."""
+    script = fake_speculating_sglang.Script(
+        {prompt: (ids, [0, 1]) for prompt, (ids, _) in ANSWERS.items()}, device=device
+    )
+    python = fake_speculating_sglang.fake_python(run.out.parent, script)
+    spec = SGLangSpec(python=str(python), start_timeout_s=HANG_S, grace_s=2)
+    changes = {"engine": "sglang", "command": SGLANG_COMMAND, "sglang": spec, "decodings": ["t0.6_greedy_draft"]}
+    report = measure_server(run.model_copy(update=changes), ProgramContext())
+    assert 1 + len(report["sampled"]) == times
+    assert report["walk"]["equal"] == 4
 
 
 def assert_refused(run: ServeRun, error: type[DraftworksError], words: str) -> None:

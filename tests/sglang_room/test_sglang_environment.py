@@ -145,8 +145,13 @@ def test_the_hook_needs_nothing_a_serving_environment_lacks():
         "print(sorted(heavy & set(sys.modules)), sorted(own))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    own = ["draftworks.errors", "draftworks.handover", "draftworks.handover.background", "draftworks.handover.spool"]
-    own += ["draftworks.sglang", "draftworks.sglang.hook"]
+    own = ["draftworks.errors", "draftworks.handover", "draftworks.handover.background"]
+    own += [
+        "draftworks.handover.destination",
+        "draftworks.handover.spool",
+        "draftworks.sglang",
+        "draftworks.sglang.hook",
+    ]
     assert done.stdout.strip() == f"[] {own}"
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, PassingTroubleError
-from draftworks.handover.background import make_destination, start_hand_over
+from draftworks.handover.background import start_hand_over
+from draftworks.handover.destination import make_destination
 from draftworks.handover.spool import make_request_id, take_parts
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.sglang.hook import SGLangCaptureBackend, find_spool, format_hook_option

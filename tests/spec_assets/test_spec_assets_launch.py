@@ -32,15 +32,16 @@ TARGET = "model: m\ndataset: d\n"
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    (tmp_path / "deployment.yaml").write_text("sglang: {python: sglang/bin/python}\nvar: var\n")
+    pythons = "\n".join(f"{name}: {{python: {name}/bin/python}}" for name in ("sglang", "vllm"))
+    (tmp_path / "deployment.yaml").write_text(f"{pythons}\nvar: var\n")
     (tmp_path / "targets").mkdir()
     (tmp_path / "targets" / "t.yaml").write_text(TARGET)
     return Workspace(registry_root=str(tmp_path))
 
 
-def sglang_python(registry: Path) -> Path:
-    """A fake environment that reports SGLang and no missing package."""
-    python = registry / "sglang" / "bin" / "python"
+def engine_python(registry: Path, name: str) -> Path:
+    """A fake environment that reports an engine and no missing package."""
+    python = registry / name / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\ncase "$2" in *version*) echo 0.5.23;; esac\n')
     python.chmod(0o755)
@@ -63,9 +64,10 @@ def test_most_programs_are_run_by_the_python_that_runs_dagster(workspace, tmp_pa
     assert "PYTHONPATH" not in job.env
 
 
-def test_what_has_sglang_inside_is_run_by_its_python_and_finds_this_package_there(workspace, tmp_path):
-    python = sglang_python(tmp_path)
-    job = launched(workspace, tmp_path, "sglang")
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_what_has_an_engine_inside_is_run_by_its_python_and_finds_this_package_there(workspace, tmp_path, backend: str):
+    python = engine_python(tmp_path, backend)
+    job = launched(workspace, tmp_path, backend)
     assert job.python == python
     assert [link.name for link in Path(job.env["PYTHONPATH"]).iterdir()] == ["draftworks"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from waiting import HANG_S
 
-from draftworks.capture.engines.sglang_hosts import ExternalHost
+from draftworks.capture.engines.server_hosts import ExternalHost
 from draftworks.handover.spool import Part, write_part
 from draftworks.sglang.client import SGLangClient
 from draftworks.sglang.hook import format_hook_option

@@ -22,12 +22,14 @@ class Script:
     Attributes:
         answers: by prompt (its ids, joined by a blank), the answer's ids and the histogram of its passes.
         verified: tokens that a pass verifies.
+        device: what it says that it runs on.
         hangs: no prompt is answered, and the id of a child process is written beside the script.
     """
 
     answers: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     verified: int = 3
     hangs: bool = False
+    device: str = "cuda"
 
 
 def key(prompt: list[int]) -> str:
@@ -61,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
             self._send(text.encode())
             return
-        speaks = {"version": "0.5.23", "model_path": self.model}
+        speaks = {"version": "0.5.23", "model_path": self.model, "device": self.script.device}
         self._send({**speaks, "speculative_num_draft_tokens": self.script.verified, "internal_states": [{}]})
 
     def do_POST(self) -> None:

@@ -15,8 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from waiting import HANG_S
 
 from draftworks.capture.engine import EnginePlace, load_engine
+from draftworks.capture.engines.server_hosts import ManagedHost
 from draftworks.capture.engines.sglang_engine import SGLangEngine
-from draftworks.capture.engines.sglang_hosts import ManagedHost
 from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles

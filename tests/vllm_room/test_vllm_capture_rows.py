@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from draftworks.errors import PassingTroubleError
-from draftworks.handover.background import make_destination, start_hand_over
+from draftworks.handover.background import start_hand_over
+from draftworks.handover.destination import make_destination
 from draftworks.handover.spool import AnsweredRequest, SpoolSource, make_request_id
 from draftworks.vllm.capture_rows import CacheReader, FinishedRequest, FinishedRequests, make_part, read_rows
 

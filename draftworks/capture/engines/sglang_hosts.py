@@ -1,4 +1,4 @@
-"""SGLang hosts of an engine (started here, external, in this process), and what each must answer before it captures."""
+"""SGLang hosts of an engine, and what each must answer before it captures."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from draftworks.capture.engine import TargetEngine
 from draftworks.capture.engines.hosts import EngineHost
-from draftworks.capture.verify import check_head
+from draftworks.capture.engines.server_hosts import ManagedHost, is_same_model
 from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.errors import EngineError
 from draftworks.sglang.client import ServerInfo, SGLangClient
-from draftworks.sglang.embedded import EmbeddedSGLang, require_sglang_here
+from draftworks.sglang.embedded import EmbeddedSGLang
 from draftworks.sglang.environment import SGLANG, require_capturing
 from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.layers import choose_capture_convention, read_architecture, resolve_captured_layers
@@ -27,82 +26,15 @@ from draftworks.sglang.server import ServerOptions, SGLangServer
 log = logging.getLogger(__name__)
 
 
-class ManagedHost(EngineHost[SGLangClient]):
-    """A server that Draftworks runs: started by `start` and stopped by `close`, which may be called while it starts.
+def make_managed_host(python: Path, options: ServerOptions, folder: Path, sglang: SGLangSpec) -> ManagedHost:
+    """Return a server that Draftworks runs, not started; see `ManagedHost`."""
+    server = SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s)
+    key = options.read_key()
 
-    Args:
-        folder: used by this host only: log, spool, and the link through which SGLang finds the hook. After `close` only
-            the log is left.
-    """
+    def connect(url: str) -> SGLangClient:
+        return SGLangClient(url, sglang.request_timeout_s, key)
 
-    def __init__(self, python: Path, options: ServerOptions, folder: Path, sglang: SGLangSpec) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._sglang = sglang
-        self._key = options.read_key()
-        self._server = SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s)
-        self.spool = options.spool
-        self.layer_ids = options.layer_ids
-        self._open_client: SGLangClient | None = None
-
-    def start(self) -> ManagedHost:
-        """Start the server and return when it serves.
-
-        Raises:
-            ConfigError, EngineError: see `SGLangServer.start`.
-        """
-        shutil.rmtree(self.spool, ignore_errors=True)  # files of an earlier server; no request waits for them
-        log.info("starting SGLang, its log is %s", self._server.log)
-        self._server.start()
-        self.version = self._server.version
-        log.info("SGLang serves at %s, process %s", self._server.url, self._server.pid)
-        self.client = self._open_client = SGLangClient(self._server.url, self._sglang.request_timeout_s, self._key)
-        return self
-
-    @property
-    def pid(self) -> int | None:
-        return self._server.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self._server.is_running()
-
-    def require_running(self) -> None:
-        if not self._server.is_running():
-            raise EngineError(f"SGLang ended before it had written what it announced. See {self._server.log}")
-
-    def revive(self, error: EngineError) -> None:
-        state = "hangs" if self._server.is_running() else "has ended"
-        log.warning(
-            "%s\nSGLang %s and is restarted. The end of its log:\n%s", error, state, self._server.read_log_tail()
-        )
-        self._server.stop()
-        self.start()
-
-    def close(self) -> None:
-        if self._server.pid is not None:
-            log.info("stopping SGLang. The end of its log:\n%s", self._server.read_log_tail())
-        self._server.stop()  # first: closing the client would not wake threads that wait for an answer
-        if self._open_client is not None:
-            self._open_client.close()
-        shutil.rmtree(self.spool, ignore_errors=True)
-
-
-class ExternalHost(EngineHost[SGLangClient]):
-    """An external server, which Draftworks did not start: after an error, requests to it can only be tried again."""
-
-    def __init__(self, client: SGLangClient, spool: Path, layer_ids: tuple[int, ...]) -> None:
-        self.client = client
-        self.spool = spool
-        self.layer_ids = layer_ids
-
-    def require_running(self) -> None:
-        self.client.require_reachable()
-
-    def revive(self, error: EngineError) -> None:
-        log.warning("%s. Trying again", error)
-
-    def close(self) -> None:
-        self.client.close()
+    return ManagedHost(server, connect, options.spool, options.layer_ids)
 
 
 class EmbeddedHost(EngineHost[EmbeddedSGLang]):
@@ -117,7 +49,7 @@ class EmbeddedHost(EngineHost[EmbeddedSGLang]):
         self._sglang = sglang
         self.spool = options.spool
         self.layer_ids = options.layer_ids
-        self.version = require_sglang_here()
+        self.version = SGLANG.require_here()
         if options.layer_ids:
             require_capturing(self.version, f"this Python, {sys.executable},")
         self.client = self._make_client()
@@ -153,10 +85,6 @@ class EmbeddedHost(EngineHost[EmbeddedSGLang]):
 
     def _note_failure(self, signum: int, frame: FrameType | None) -> None:
         self.client.fail("one of its processes failed; its own messages are in this log")
-
-
-PROBE_TOKENS = 64
-PROBE_TEXT = "Zwölf naïve def f(x):\n\treturn x**2  # 3.14159 — 你好, 12345"
 
 
 def require_server(
@@ -196,35 +124,10 @@ def require_server(
     return info
 
 
-def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles, captures: bool) -> None:
-    """Check with test requests that the server uses the target's tokenizer and weights and keeps all hidden states.
-
-    Raises:
-        EngineError: its tokenizer gives other ids, it lost positions of a prompt that it had seen before, or its logits
-            differ from those of the registry's head on its own hidden states.
-    """
-    where = f"SGLang at {client.url} cannot be used for target {target.name}"
-    expected, found = _tokenize_probe(target), client.tokenize(PROBE_TEXT)
-    if expected != found:
-        raise EngineError(
-            f"{where}: its tokenizer gives {found[:8]}… for {PROBE_TEXT[:12]!r}…, that of the registry "
-            f"({target.tokenizer}) {expected[:8]}…"
-        )
-    if not captures:
-        return
-    sequence = [(7919 * (index + 1)) % target.vocab_size for index in range(min(PROBE_TOKENS, target.context))]
-    try:
-        engine.capture([sequence], [])
-        repeated = engine.capture([sequence], [])[0]  # now a prefix could come from the cache
-        check_head(engine, ["probe"], [sequence], [repeated["last"]])
-    except CaptureError as error:
-        raise EngineError(f"{where}: {error}") from error
-
-
 def _find_model_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec) -> list[str]:
     problems = []
     expected = capture.server.model or target.model
-    if not _is_same_model(info.model, expected):
+    if not is_same_model(info.model, expected):
         started = f" (it was started with {info.started_with})" if info.started_with != info.model else ""
         problems.append(
             f"it serves the model {info.model}{started}, expected {expected}. If it is the same model under another "
@@ -291,19 +194,3 @@ def _find_hand_over_problems(info: ServerInfo, spool_name: str | None) -> list[s
     if not spool.is_dir():
         problems.append(f"the folder capture.server.spool, {spool}, does not exist: create it")
     return problems
-
-
-def _is_same_model(found: str, expected: str) -> bool:
-    return found == expected or (Path(expected).is_dir() and Path(found).resolve() == Path(expected).resolve())
-
-
-def _tokenize_probe(target: TargetFiles) -> list[int]:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            target.tokenizer, revision=target.tokenizer_revision or "main", trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"target {target.name}: tokenizer {target.tokenizer} cannot be read: {error}") from error
-    return tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]

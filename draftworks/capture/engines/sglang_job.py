@@ -1,4 +1,4 @@
-"""SGLang servers of a job of several nodes: each rank starts its own, and uses those of the other ranks too.
+"""Servers of a job of several nodes: each rank starts its own, and uses those of the other ranks too.
 
 Ranks find each other's servers by `JobServers`. A rank starts its own servers again when they end, whoever notices.
 """
@@ -11,20 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
 
 from draftworks.capture.answers.load_balancer import CircuitBreaker, LoadBalancer
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engines.hosts import EngineHost, GenerateClient
-from draftworks.capture.engines.sglang_hosts import ManagedHost
+from draftworks.capture.engines.server_hosts import Connect, ManagedHost, ServerClient, close_all
+from draftworks.capture.software import ENGINE_SOFTWARE
 from draftworks.errors import DraftworksError, EngineError
 from draftworks.handover.spool import AnsweredRequest, Part, PartSource, SpoolSource, is_captured
 from draftworks.servers.client import GenerateRequest, Generation
-from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.environment import SGLANG_VERSIONS
 from draftworks.sglang.job_servers import JobServers, ServerAddress, ServerSlot
 
-_CLOSE_AGAIN_S = 0.5
+_TESTED = {version for each in ENGINE_SOFTWARE.values() for version in each.versions}
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ class BalancedHost(EngineHost):
         self.layer_ids = _require_common_layers(hosts)
         self.spool = spool
         self.replicas = len(hosts)
-        self.version = next((host.version for host in hosts if host.version not in SGLANG_VERSIONS), hosts[0].version)
+        self.version = next((host.version for host in hosts if host.version not in _TESTED), hosts[0].version)
         self.client = _BalancedClient(self)
         self._hosts = tuple(hosts)
         self._peers = tuple(peers)
@@ -88,7 +86,7 @@ class BalancedHost(EngineHost):
             EngineError: the engine was closed; and the errors of `LoadBalancer.run`.
         """
         if self._closing:
-            raise EngineError("SGLang cannot be used any more: the engine was closed")
+            raise EngineError("the servers cannot be used any more: the engine was closed")
         shares = balance([len(request.input_ids) for request in requests], self.replicas)
         if len(shares) == 1:
             return self._generate(requests)
@@ -212,17 +210,6 @@ class _BalancedClient:
         return self._host.generate(requests)
 
 
-def close_all(hosts: Sequence[EngineHost], starting: Sequence[Future[Any]]) -> None:
-    """Close all hosts while some are still starting; servers that come up meanwhile are closed too."""
-    while True:
-        for host in hosts:
-            host.close()
-        if not wait(starting, _CLOSE_AGAIN_S).not_done:
-            break  # while a host is starting, the process that `close` has to stop may not exist yet
-    for host in hosts:
-        host.close()
-
-
 def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
     """Return the indices of the weights in at most `shares` groups of about the same sum.
 
@@ -242,8 +229,7 @@ def _require_common_layers(hosts: Sequence[EngineHost]) -> tuple[int, ...]:
     if len(layer_ids) > 1:
         each = "; ".join(f"{host.client.url}: {list(host.layer_ids)}" for host in hosts)
         raise EngineError(
-            f"servers that share the work have to capture the same layers, found {each}. Start all of them with the "
-            "same --return-aux-hidden-state-layer-ids"
+            f"servers that share the work have to capture the same layers, found {each}. Start all of them with the same"
         )
     return layer_ids.pop()
 
@@ -258,7 +244,7 @@ class PeerHost(EngineHost[GenerateClient]):
     """A server that another rank of the job starts, and starts again. Without an address it cannot be used."""
 
     def __init__(
-        self, slot: ServerSlot, layer_ids: tuple[int, ...], timeout_s: float, key: str, source: PartSource | None = None
+        self, slot: ServerSlot, layer_ids: tuple[int, ...], connect: Connect, source: PartSource | None = None
     ) -> None:
         self.slot = slot
         self.layer_ids = layer_ids
@@ -266,13 +252,12 @@ class PeerHost(EngineHost[GenerateClient]):
         self.spool = Path("/nowhere")
         self.client = _AbsentClient()
         self.name: str | None = None
-        self._timeout_s = timeout_s
-        self._key = key
-        self._opened: list[SGLangClient] = []
+        self._connect = connect
+        self._opened: list[ServerClient] = []
 
     def follow(self, name: str, address: ServerAddress) -> None:
         """Send requests to this address from now on; those that run end as they may."""
-        client = SGLangClient(address.url, self._timeout_s, self._key)
+        client = self._connect(address.url)
         self._opened.append(client)
         self.name, self.spool, self.client = name, Path(address.spool), client
 
@@ -280,8 +265,8 @@ class PeerHost(EngineHost[GenerateClient]):
         return self.source or SpoolSource(self.spool, remote=True)
 
     def require_running(self) -> None:
-        if isinstance(self.client, SGLangClient):
-            self.client.require_reachable()
+        if self._opened and self.client is self._opened[-1]:
+            self._opened[-1].require_reachable()
 
     def revive(self, error: EngineError) -> None:
         """Do nothing: the rank that has started it starts it again."""
@@ -296,6 +281,7 @@ class JobHost(BalancedHost):
 
     Args:
         own: this rank's servers, as many as each other rank starts; `close` closes them.
+        connect: opens a client of another rank's server, with the job's key.
         source: where hidden states of other ranks' servers are read from; None = their spools.
         spread: whether requests go to all servers alike. Else those of other ranks get requests only while none of this
             rank's has room, since their hidden states have a longer way.
@@ -307,13 +293,12 @@ class JobHost(BalancedHost):
         own: Sequence[ManagedHost],
         spool: Path,
         max_outstanding: int,
-        timeout_s: float,
+        connect: Connect,
         source: PartSource | None = None,
         spread: bool = False,
         look_s: float = LOOK_S,
     ) -> None:
-        key = servers.read_key()
-        peers = [PeerHost(slot, own[0].layer_ids, timeout_s, key, source) for slot in servers.list_peer_slots(len(own))]
+        peers = [PeerHost(slot, own[0].layer_ids, connect, source) for slot in servers.list_peer_slots(len(own))]
         super().__init__(own, spool, max_outstanding, True, peers=peers, peers_are_far=not spread)
         if spread:
             self.replicas = len(own) + len(peers)

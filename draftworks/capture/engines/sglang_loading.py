@@ -7,7 +7,6 @@ look up, each in its own way; to find out, the model's own code is run up to tha
 
 from __future__ import annotations
 
-from concurrent.futures import Future, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,20 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import EnginePlace, make_engine_identity
 from draftworks.capture.engines.hf import find_decoder_layers
 from draftworks.capture.engines.hosts import EngineHost
+from draftworks.capture.engines.server_hosts import ExternalHost, ManagedHost, probe_server, start_all
 from draftworks.capture.engines.sglang_engine import EMBEDDINGS, SGLangEngine
-from draftworks.capture.engines.sglang_hosts import (
-    EmbeddedHost,
-    ExternalHost,
-    ManagedHost,
-    probe_server,
-    require_server,
-)
-from draftworks.capture.engines.sglang_job import BalancedHost, JobHost, close_all
+from draftworks.capture.engines.sglang_hosts import EmbeddedHost, make_managed_host, require_server
+from draftworks.capture.engines.sglang_job import BalancedHost, JobHost
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.handover.mooncake_parts import MooncakeSource
 from draftworks.handover.spool import PartSource, sweep
 from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.embedded import require_sglang_here
+from draftworks.sglang.environment import SGLANG
 from draftworks.sglang.job_servers import JobServers
 from draftworks.sglang.layers import choose_capture_convention, read_architecture
 from draftworks.sglang.server import ServerOptions
@@ -65,7 +58,7 @@ def load_sglang_engine(
             f"capture backend {capture.backend} needs a folder for its files: pass `place` to load_engine"
         )
     if capture.backend == "sglang":
-        require_sglang_here()
+        SGLANG.require_here()
     if EMBEDDINGS in (place.taps or ()):
         require_plain_embeddings(target)
     layer_ids = select_layers(place.taps)
@@ -88,7 +81,7 @@ def _connect_external(
     source: PartSource | None,
 ) -> EngineHost:
     """Connect to the external servers: check the settings of all of them, then probe each with a request."""
-    hosts: list[ExternalHost] = []
+    hosts: list[ExternalHost[SGLangClient]] = []
     try:
         for url in capture.server.external:
             client = SGLangClient(url, place.sglang.request_timeout_s)
@@ -100,7 +93,7 @@ def _connect_external(
         _read_from(source, *hosts)
         for host in hosts:
             probe_server(
-                _make_engine(target, capture, host, place), host.client, target, captures=place.taps is not None
+                _make_engine(target, capture, host, place), host.client.tokenize, target, place.taps is not None
             )
         if len(hosts) == 1:
             return hosts[0]
@@ -127,7 +120,7 @@ def _start_host(
         return start_job_servers(options, capture, place, place.servers, source)
     if capture.server.replicas > 1:
         return start_replicas(options, capture.server.replicas, capture.server.max_outstanding, place)
-    return ManagedHost(Path(place.sglang.python), options, place.folder.resolve(), place.sglang).start()
+    return make_managed_host(Path(place.sglang.python), options, place.folder.resolve(), place.sglang).start()
 
 
 def build_server_options(
@@ -209,12 +202,13 @@ def start_job_servers(
     """
     options = replace(options, host=servers.host, key_file=servers.key_file)
     hosts = start_servers(options, capture.server.replicas, place)
+    key = servers.read_key()
     return JobHost(
         servers,
         hosts,
         hosts[0].spool,
         capture.server.max_outstanding,
-        place.sglang.request_timeout_s,
+        lambda url: SGLangClient(url, place.sglang.request_timeout_s, key),
         source,
         spread=place.taps is None,
     )
@@ -234,17 +228,10 @@ def start_servers(options: ServerOptions, count: int, place: EnginePlace) -> lis
     def make_host(number: int) -> ManagedHost:
         first_gpu = (place.local_rank * count + number) * options.gpus
         own = replace(options, spool=folder / f"server{number}" / "spool", first_gpu=first_gpu)
-        return ManagedHost(Path(place.sglang.python), own, folder / f"server{number}", place.sglang)
+        return make_managed_host(Path(place.sglang.python), own, folder / f"server{number}", place.sglang)
 
     hosts = [make_host(number) for number in range(count)]
-    starting: list[Future[ManagedHost]] = []
-    try:
-        starting.extend(run_in_background(host.start) for host in hosts)
-        for each in as_completed(starting):
-            each.result()
-    except BaseException:
-        close_all(hosts, starting)
-        raise
+    start_all(hosts)
     return hosts
 
 

@@ -111,6 +111,24 @@ class StreamedTarget:
         )
         return Streams(exact, rounded)
 
+    def load_final_norm(self) -> nn.Module:
+        """Return the norm after the last layer with the target's weights; it maps (..., H) to (..., H).
+
+        Raises:
+            ConfigError: it cannot be told which module that is.
+            StoreError: see `run`.
+        """
+        text_model = self._get_text_model()
+        norms = [child for name, child in text_model.named_children() if "norm" in name or name == "ln_f"]
+        if len(norms) != 1:
+            raise ConfigError(
+                f"{self._where}: expected one norm after the layers of {type(text_model).__name__}, found {len(norms)}: "
+                "capture with backend hf"
+            )
+        with _hide_progress_bars():
+            self._fill(self._list_states(norms[0]))
+        return norms[0]
+
     @contextmanager
     def _stream_layers(self, found: dict[str, Tensor], layers: int) -> Iterator[None]:
         """Load each layer when its input arrives, store a copy of it in `found`, and unload the layer after it ran."""
@@ -161,11 +179,14 @@ class StreamedTarget:
 
     def _list_other_states(self) -> list[str]:
         """Return the names of the language model's states outside its layers and embedding, such as the final norm."""
-        layers = next(name for module, name in self._name_of.items() if module is self._layers)
-        text_model = self._model.get_submodule(layers.rpartition(".")[0])
+        text_model = self._get_text_model()
         within = {name for layer in self._layers for name in self._list_states(layer)}
         within.add(f"{self._name_of[self._model.get_input_embeddings()]}.weight")
         return [name for name in self._list_states(text_model) if name not in within]
+
+    def _get_text_model(self) -> nn.Module:
+        layers = next(name for module, name in self._name_of.items() if module is self._layers)
+        return self._model.get_submodule(layers.rpartition(".")[0])
 
     def _fill(self, names: Sequence[str]) -> None:
         """Load parameters and buffers of the model by their names in it.
@@ -185,6 +206,11 @@ class StreamedTarget:
                 f"{self._where}: {len(wrong)} tensors are missing in its safetensors or do not fit config.json, the "
                 f"first {wrong[0]}"
             )
+
+
+def load_final_norm(target: TargetFiles, dtype: torch.dtype) -> nn.Module:
+    """Return a target's norm after its last layer, which computes in `dtype`; see `StreamedTarget.load_final_norm`."""
+    return StreamedTarget(target, dtype).load_final_norm()
 
 
 def _build_empty_model(target: TargetFiles, dtype: torch.dtype, where: str) -> PreTrainedModel:

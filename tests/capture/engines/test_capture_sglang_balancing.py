@@ -17,8 +17,8 @@ from draftworks.capture.answers.load_balancer import CircuitBreaker
 from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
 from draftworks.capture.engines.hosts import EngineHost
+from draftworks.capture.engines.server_hosts import ExternalHost
 from draftworks.capture.engines.sglang_engine import SGLangEngine
-from draftworks.capture.engines.sglang_hosts import ExternalHost
 from draftworks.capture.engines.sglang_job import BalancedHost, balance
 from draftworks.config.capture import SGLangSpec
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec

@@ -17,6 +17,7 @@ from sglang_toys import SGLANG
 from torch import Tensor
 
 from draftworks.capture.session import capture_features
+from draftworks.capture.software import ENGINE_SOFTWARE, EnginePython
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.data.tokenized import write_tokens
@@ -30,6 +31,7 @@ from spec_assets.common import launch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
+PYTHON = EnginePython(Path(SGLANG.python), ENGINE_SOFTWARE["sglang"])
 TOLERANCE = 2e-5
 """As a share of the largest absolute value of a stream."""
 ROWS = random_rows(9, seed=3, longest=100)
@@ -47,7 +49,7 @@ def launch_capture(run: CaptureRun, site: Path) -> dict[str, Any]:
     def features(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
         workspace = Workspace(registry_root=str(site))
         launcher = LocalLauncher(workdir=str(site / "runs"))
-        reports.append(launch(context, launcher, workspace, "capture", run, 1, "cpu", Path(SGLANG.python)).report)
+        reports.append(launch(context, launcher, workspace, "capture", run, 1, "cpu", PYTHON).report)
         return dg.MaterializeResult()
 
     dg.materialize([features], instance=dg.DagsterInstance.ephemeral(), partition_key="tiny")

@@ -16,14 +16,15 @@ from fake_sglang import HIDDEN, VOCAB, FakeSGLang, fake_sglang
 from waiting import HANG_S, wait_until
 
 from draftworks.capture.engine import EnginePlace, make_engine_identity
+from draftworks.capture.engines.server_hosts import ExternalHost
 from draftworks.capture.engines.sglang_engine import SGLangEngine
-from draftworks.capture.engines.sglang_hosts import ExternalHost
 from draftworks.capture.engines.sglang_job import JobHost
 from draftworks.capture.engines.sglang_loading import start_replicas
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import EngineError
 from draftworks.sglang.client import SGLangClient
+from draftworks.sglang.environment import SGLANG
 from draftworks.sglang.job_servers import JobServers, ServerSlot, make_servers_folder
 from draftworks.sglang.server import ServerOptions
 from draftworks.storage.identity import LayerTap
@@ -80,7 +81,15 @@ class Job:
         servers = JobServers(self._folder, "127.0.0.1", rank, world_size)
         spools = [self._spools / f"{rank}-{start}" for start in range(2)]
         own = OwnHost([self._stack.enter_context(fake_sglang(spool)) for spool in spools], servers.read_key())
-        host = JobHost(servers, [own], own.spool, 64, HANG_S, spread=spread, look_s=LOOK_S)  # type: ignore[arg-type]
+        host = JobHost(
+            servers,
+            [own],
+            own.spool,
+            64,
+            lambda url: SGLangClient(url, HANG_S, servers.read_key()),
+            spread=spread,
+            look_s=LOOK_S,
+        )  # type: ignore[arg-type]
         self._stack.callback(host.close)
         if shared:
             host.share_with_job()
@@ -234,6 +243,7 @@ class SlowServer:
     log = Path("sglang.log")
     version = "0.5.23"
     pid = None
+    SOFTWARE = SGLANG
     on_wait = staticmethod(lambda: None)
 
     def __init__(self, *arguments: object) -> None:

@@ -17,8 +17,8 @@ from sglang_toys import CHUNK, capture_spec, sglang_engine
 from waiting import HANG_S
 
 from draftworks.capture.engine import make_engine_identity
+from draftworks.capture.engines.server_hosts import ExternalHost
 from draftworks.capture.engines.sglang_engine import SGLangEngine
-from draftworks.capture.engines.sglang_hosts import ExternalHost
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, EngineError
 from draftworks.sglang.client import SGLangClient
