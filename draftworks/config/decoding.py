@@ -295,9 +295,10 @@ def find_server_rule(engine: str, strategy: str, args: Iterable[str] = ()) -> Ac
     """
     words = " ".join(args)
     rows = [row for row in list_server_rules(strategy) if row.server == _ENGINES[engine]]
-    asked = [row.rule for row in rows if row.flags and row.flags in words]
-    default: AcceptanceRule = "greedy_draft"
-    return [default, *(row.rule for row in rows if not row.flags), *asked][-1]
+    unasked = [row for row in rows if not row.flags]
+    asked = [row for row in rows if row.flags and row.flags in words]
+    chosen = [*unasked, *asked]
+    return chosen[-1].rule if chosen else "greedy_draft"
 
 
 def describe_servers(strategy: str, rule: AcceptanceRule | None) -> str:
