@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftworks.capture.plan import StreamPlan
+from draftworks.capture.capture_plan import StreamPlan
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.tensor_bytes import decode_features

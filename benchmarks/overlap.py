@@ -26,8 +26,8 @@ import torch
 import typer
 from torch import Tensor
 
+from draftworks.capture.capture_plan import StreamPlan, make_refs
 from draftworks.capture.engine import Generated, TargetEngine, find_backend, make_engine_identity
-from draftworks.capture.plan import StreamPlan, make_refs
 from draftworks.capture.session import capture_missing
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.registry_files import ResponseSpec

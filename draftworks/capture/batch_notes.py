@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftworks.capture.capture_plan import CapturePlan, SampleJob, StreamPlan, make_batches, make_windows
 from draftworks.capture.engine import find_backend
-from draftworks.capture.plan import CapturePlan, SampleJob, StreamPlan, make_batches, make_windows
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.tokenized import TokenRow
 from draftworks.errors import StoreError

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from draftworks.capture.plan import SampleJob
+from draftworks.capture.capture_plan import SampleJob
 from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.storage.file_lock import REMINDER_S, hold_lock
 from draftworks.storage.files import publish_file

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from draftworks.capture.batch_notes import Progress, ProgressCallback, Windows, cut_windows, remove_note
-from draftworks.capture.claims import Claims, Share, share_out
-from draftworks.capture.engine import TargetEngine, find_backend
-from draftworks.capture.plan import (
+from draftworks.capture.capture_plan import (
     GB,
     CapturePlan,
     SampleJob,
@@ -30,6 +28,8 @@ from draftworks.capture.plan import (
     plan_capture,
     require_budget,
 )
+from draftworks.capture.claims import Claims, Share, share_out
+from draftworks.capture.engine import TargetEngine, find_backend
 from draftworks.capture.verify import SoundCapture, require_few_failed, verify_head_of
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import CaptureRun

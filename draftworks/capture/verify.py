@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftworks.capture.background import await_result
+from draftworks.capture.capture_plan import SampleJob, StreamPlan
 from draftworks.capture.engine import TargetEngine
-from draftworks.capture.plan import SampleJob, StreamPlan
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.rejected import RejectedSample
 from draftworks.data.tokenized import TokenRow

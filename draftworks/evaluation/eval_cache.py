@@ -259,16 +259,16 @@ class EvalCache:
         remove(aside)
         return existed
 
-    def _examine(self, config: EvalConfig, inputs: Mapping[str, str] | None, verify: bool) -> _Finding:
+    def _examine(self, config: EvalConfig, inputs: Mapping[str, str] | None, verify: bool) -> _FoundEntry:
         try:
             problem = read_undisturbed(
                 self.dir_for(config), lambda folder: find_entry_problem(folder, config, inputs, verify)
             )
         except FolderMissing:
-            return _Finding(exists=False)
-        return _Finding(exists=True, problem=problem)
+            return _FoundEntry(exists=False)
+        return _FoundEntry(exists=True, problem=problem)
 
-    def _find(self, config: EvalConfig, inputs: Mapping[str, str], rebuild: bool) -> _Finding:
+    def _find(self, config: EvalConfig, inputs: Mapping[str, str], rebuild: bool) -> _FoundEntry:
         finding = self._examine(config, inputs, verify=True)
         if finding.problem is not None and not rebuild:
             raise StoreError(
@@ -326,7 +326,7 @@ class EvalCache:
 
 
 @dataclass(frozen=True)
-class _Finding:
+class _FoundEntry:
     """Whether an entry exists, and why it cannot be used."""
 
     exists: bool

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftworks.evaluation.acceptance_length import NAME, format_change, format_interval, format_length, name_metric
 from draftworks.evaluation.ladder.statistics import AcceptanceSummary
-from draftworks.evaluation.report.findings import WALK
+from draftworks.evaluation.report.figures import WALK
 from draftworks.evaluation.report.pages import render_table
 from draftworks.evaluation.report.plots import COLOURS, MARKERS, label_axes, make_figure, render_png
 from draftworks.evaluation.report.text_tables import TextTable, fill, render_text_table

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from draftworks.capture.capture_plan import StreamPlan, make_refs, make_set_identity, plan_capture
 from draftworks.capture.engine import load_engine
-from draftworks.capture.plan import StreamPlan, make_refs, make_set_identity, plan_capture
 from draftworks.capture.probe.probe import EngineProbe
 from draftworks.capture.session import capture_missing
 from draftworks.capture.verify import recheck

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftworks.capture.capture_plan import SampleJob, StreamPlan
 from draftworks.capture.engine import TargetEngine
-from draftworks.capture.plan import SampleJob, StreamPlan
 from draftworks.capture.session import Confirmation
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.tokenized import TokenRow

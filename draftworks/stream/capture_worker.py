@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
+from draftworks.capture.capture_plan import SampleJob, StreamPlan
 from draftworks.capture.engine import TargetEngine, find_backend
-from draftworks.capture.plan import SampleJob, StreamPlan
 from draftworks.capture.session import Confirmation, InFlight, InFlightBudget, RequestSize
 from draftworks.capture.verify import CapturedSample, SoundCapture, verify_head_of
 from draftworks.config.run_files import CaptureRun

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from draftworks.capture.plan import SampleJob
+from draftworks.capture.capture_plan import SampleJob
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.stream.controller import DataFlowController
 from draftworks.stream.leases import ConsumerLease, hold_consumer

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from draftworks.capture.plan import SampleJob, make_batches
+from draftworks.capture.capture_plan import SampleJob, make_batches
 from draftworks.features.contracts import SampleRef
 from draftworks.features.schedule import PaddedTrainSchedule
 from draftworks.stream.metadata_store import InFlight, PromptTask, Watermark

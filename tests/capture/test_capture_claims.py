@@ -26,8 +26,8 @@ from capture_toys import WatchedEngine, capture_run, random_rows
 from coverings import gate_or_long
 
 from draftworks.capture.answers.answer_sets import RangeQueue
+from draftworks.capture.capture_plan import SampleJob
 from draftworks.capture.claims import Claims, Share, share_out
-from draftworks.capture.plan import SampleJob
 from draftworks.capture.session import capture_features, capture_missing, write_manifest
 from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.features.contracts import SampleRef

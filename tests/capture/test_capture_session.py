@@ -21,7 +21,7 @@ from capture_toys import WatchedEngine, capture_run, random_rows
 from coverings import gate_or_long
 
 from draftworks.capture.batch_notes import Progress
-from draftworks.capture.plan import make_batches, plan_capture
+from draftworks.capture.capture_plan import make_batches, plan_capture
 from draftworks.capture.session import capture_features, capture_missing, write_manifest
 from draftworks.data.conversations import QUARANTINE_FILE
 from draftworks.data.tokenized import TokenRow
@@ -206,12 +206,12 @@ def test_a_disk_without_room_is_refused_before_the_engine_is_loaded(tiny_target,
         asked.append(path)
         return SimpleNamespace(free=needed - 1)
 
-    monkeypatch.setattr("draftworks.capture.plan.shutil.disk_usage", disk_usage)
+    monkeypatch.setattr("draftworks.capture.capture_plan.shutil.disk_usage", disk_usage)
     with pytest.raises(CaptureError, match=rf"the disk of {run.store.root} has 0.\d+ GB left. Nothing was stored"):
         capture_features(run, watched, rows)
     assert watched.loads == 0
     assert all(run.store.root.resolve().is_relative_to(path) for path in asked)
-    monkeypatch.setattr("draftworks.capture.plan.shutil.disk_usage", lambda path: SimpleNamespace(free=needed))
+    monkeypatch.setattr("draftworks.capture.capture_plan.shutil.disk_usage", lambda path: SimpleNamespace(free=needed))
     assert capture_features(run, watched, rows).captured == 5
 
 

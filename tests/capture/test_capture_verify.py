@@ -12,8 +12,8 @@ import pytest
 import torch
 from capture_toys import capture_run, random_rows
 
+from draftworks.capture.capture_plan import StreamPlan
 from draftworks.capture.engines.hf import HFTargetEngine
-from draftworks.capture.plan import StreamPlan
 from draftworks.capture.session import capture_features
 from draftworks.capture.verify import check_head, find_largest_bits, recheck, verify_capture
 from draftworks.errors import CaptureError, UnsoundEngineError

@@ -14,8 +14,8 @@ from capture_toys import WatchedEngine
 from draft_run_files import OPTIONS
 from waiting import HANG_S
 
+from draftworks.capture.capture_plan import StreamPlan, make_refs, make_set_identity
 from draftworks.capture.engine import TargetEngine
-from draftworks.capture.plan import StreamPlan, make_refs, make_set_identity
 from draftworks.capture.session import capture_features
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.features import StreamFollower, StreamingSpec

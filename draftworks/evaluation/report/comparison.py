@@ -22,7 +22,7 @@ from draftworks.data.tokenized import TokenizedSet, TokenRow
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, PromptsByPosition, describe_range
 from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired, select_measured
-from draftworks.evaluation.report.findings import WALK, get_metric_name
+from draftworks.evaluation.report.figures import WALK, get_metric_name
 from draftworks.evaluation.report.slices import POSITION, iterate_slices, read_sample_columns
 from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
 from draftworks.evaluation.report.tables import PromptsByRung, read_prompts, select_walk_by_position

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from draftworks.evaluation.acceptance_length import NAME, SYMBOL, count_own_token, format_length, name_metric
 from draftworks.evaluation.ladder.prompt_acceptance import micro_mean, sum_histograms
-from draftworks.evaluation.report.findings import SIMULATED, WALK
+from draftworks.evaluation.report.figures import SIMULATED, WALK
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,11 +18,11 @@ from draftworks.evaluation.labels import Exactness, LabelCounts, judge_exactness
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import ratio
 from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling
-from draftworks.evaluation.report.findings import (
+from draftworks.evaluation.report.figures import (
     LOOP,
     BaselineComparison,
-    Finding,
-    collect_findings,
+    Figure,
+    collect_figures,
     compare_on_walk,
     get_metric_name,
 )
@@ -116,9 +116,9 @@ class Report:
         return judge_exactness(self.label_agreement, self.labels, self.greedy_answers)
 
     @cached_property
-    def findings(self) -> tuple[Finding, ...]:
+    def figures(self) -> tuple[Figure, ...]:
         """The numbers of every draft on every rung; computed once, as intervals of large eval sets take seconds."""
-        return collect_findings(self.drafts, self.resampling, self.strategy)
+        return collect_figures(self.drafts, self.resampling, self.strategy)
 
     @cached_property
     def comparisons(self) -> tuple[BaselineComparison, ...]:
@@ -157,9 +157,9 @@ class Report:
         return compare_thinking(self.drafts[TRAINED].walk, self.asked, self.resampling)
 
     @property
-    def headline(self) -> Finding:
+    def headline(self) -> Figure:
         """The trained draft's walk, or else its highest greedy rung that has a value."""
-        known = [found for found in self.findings if found.draft == TRAINED and found.value is not None]
+        known = [found for found in self.figures if found.draft == TRAINED and found.value is not None]
         greedy = [found for found in known if found.is_greedy]
         return max(greedy, key=lambda found: (found.rung == 3, found.rung))
 
@@ -194,7 +194,7 @@ class Report:
         return {
             "result": None if measured.result is None else measured.result.to_json(),
             "metrics": {} if measured.result is None else measured.result.metrics(),
-            "rungs": [found.to_json() for found in self.findings if found.draft == name],
+            "rungs": [found.to_json() for found in self.figures if found.draft == name],
             "loops": [_loop_json(loop) for loop in measured.loops if loop.prompts],
         }
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Resampling, compare_paired, select_measured
-from draftworks.evaluation.report.findings import BaselineComparison
+from draftworks.evaluation.report.figures import BaselineComparison
 from draftworks.evaluation.report.rival_verdict import LostSlice, RivalVerdict
 from draftworks.evaluation.report.slices import Slice, iterate_positions, iterate_slices
 from draftworks.evaluation.report.summary import TRAINED

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.report.findings import WALK_AT, Finding, list_counted_rungs, list_position_rungs
+from draftworks.evaluation.report.figures import WALK_AT, Figure, list_counted_rungs, list_position_rungs
 from draftworks.storage.files import publish_file
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ DIFFERENCES_SCHEMA = pa.schema(
 PromptsByRung: TypeAlias = dict[tuple[str, str], tuple[PromptAcceptance, ...]]
 
 
-def build_summary_table(heading: Mapping[str, str], findings: Iterable[Finding]) -> pa.Table:
+def build_summary_table(heading: Mapping[str, str], figures: Iterable[Figure]) -> pa.Table:
     """Build the table of all numbers; `heading` has the columns target, strategy and eval set."""
-    return pa.Table.from_pylist([{**heading, **_summary_row(found)} for found in findings], SUMMARY_SCHEMA)
+    return pa.Table.from_pylist([{**heading, **_summary_row(found)} for found in figures], SUMMARY_SCHEMA)
 
 
 def build_prompts_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
@@ -145,7 +145,7 @@ def publish_table(path: Path, table: pa.Table) -> None:
         pq.write_table(table, staging)
 
 
-def _summary_row(found: Finding) -> dict[str, Any]:
+def _summary_row(found: Figure) -> dict[str, Any]:
     counted = {} if found.acceptance is None else {name: getattr(found.acceptance, name) for name in COUNTED}
     decoded = {} if found.decoding is None else {"top_p": 1.0, **found.decoding.to_json()}
     names = ("draft", "rung", "metric", "value", "speed_up")

@@ -19,7 +19,7 @@ from draftworks.evaluation.ladder.prompt_acceptance import (
     sum_histograms,
 )
 from draftworks.evaluation.ladder.statistics import Interval, Resampling, compare_unpaired, select_measured
-from draftworks.evaluation.report.findings import WALK, Finding
+from draftworks.evaluation.report.figures import WALK, Figure
 from draftworks.evaluation.report.pages import format_measured, render_page, render_table
 from draftworks.evaluation.report.plots import plot_acceptance, plot_slices, select_shown_drafts
 from draftworks.evaluation.report.report import NOT_MEASURED, Report
@@ -99,11 +99,11 @@ def render_report(report: Report) -> str:
     return render_page(
         "evaluation/report/report.md.j2",
         report=report,
-        draft_table=_table(_draft_row(name, report.findings) for name, one in report.drafts.items() if one.result),
+        draft_table=_table(_draft_row(name, report.figures) for name, one in report.drafts.items() if one.result),
         rival_table=_table(_list_rival_rows(report)),
         rival_meanings={name: RIVAL_MEANINGS[name] for name in report.drafts if name in RIVAL_MEANINGS},
         loop_ngram=NGRAM,
-        rungs=sorted({found.rung for found in report.findings}),
+        rungs=sorted({found.rung for found in report.figures}),
         decoded=list(_list_decoded(report.drafts)),
         loops=[loop for measured in report.drafts.values() for loop in measured.loops if loop.prompts],
         thinking_table="" if report.thinking is None else _table(_list_thinking_rows(report)),
@@ -122,7 +122,7 @@ def render_report(report: Report) -> str:
 
 def _describe_sampling(report: Report) -> dict[str, Any]:
     """Return what is said of temperatures above 0: the rules of acceptance, the contexts of rung 1, and the acceptance rates."""
-    sampled = [found for found in report.findings if found.decoding is not None and found.rule is not None]
+    sampled = [found for found in report.figures if found.decoding is not None and found.rule is not None]
     simulated = (each.decoding for each in sampled if each.rung == 1 and each.decoding)
     measured = {name: each.result.acceptance_rates for name, each in report.drafts.items() if each.result is not None}
     rates = {name: each for name, each in measured.items() if each is not None and each.unconditional is not None}
@@ -162,20 +162,20 @@ def _table(rows: Iterable[Mapping[str, str]]) -> str:
     return render_table(rows, max_cell_length=MAX_CELL_LENGTH)
 
 
-def _describe_decoding(found: Finding) -> str:
+def _describe_decoding(found: Figure) -> str:
     """Return how a loop chose its tokens: `greedy`, or `temperature 0.7, greedy_draft as vLLM 0.33`."""
     rule = "" if found.rule is None else f", {found.rule}{_describe_servers(found)}"
     return f"{(found.decoding or GREEDY).describe()}{rule}"
 
 
-def _describe_servers(found: Finding) -> str:
+def _describe_servers(found: Figure) -> str:
     """Return the servers whose rule a number above temperature 0 is by; else an empty text."""
     return "" if found.rule is None else f" as {found.servers}"
 
 
-def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
+def _draft_row(draft: str, figures: Iterable[Figure]) -> dict[str, str]:
     """Return the row of a draft, with a column per number."""
-    found = [each for each in findings if each.draft == draft]
+    found = [each for each in figures if each.draft == draft]
     accuracies = _format_percentages(each.value for each in found if each.rung == 0 and each.value is not None)
     row = {"draft": draft, "accuracy % by position (rung 0)": accuracies}
     for each in found:
@@ -200,7 +200,7 @@ def _format_percentages(shares: Iterable[float]) -> str:
 
 def _list_rival_rows(report: Report) -> Iterator[dict[str, str]]:
     """Yield the walk of all drafts that have one, the longest first; nothing where there is only one."""
-    walks = [one for one in report.findings if one.metric == WALK and one.acceptance is not None]
+    walks = [one for one in report.figures if one.metric == WALK and one.acceptance is not None]
     differences = {one.other: one.paired for one in report.comparisons}
     without = report.walk_without_loops if report.loops is not None and report.loops.in_loops else {}
     for one in sorted(walks if differences else (), key=lambda one: -(one.value or 0.0)):
@@ -284,7 +284,7 @@ def save_report(report: Report, folder: Path) -> None:
     """Write all files of a report into `folder`, each atomically, report.json last."""
     folder.mkdir(parents=True, exist_ok=True)
     heading = {"target": report.target, "strategy": report.strategy, "eval_set": report.eval_set}
-    publish_table(folder / TABLE, build_summary_table(heading, report.findings))
+    publish_table(folder / TABLE, build_summary_table(heading, report.figures))
     publish_table(folder / PROMPTS, build_prompts_table(report.drafts))
     publish_table(folder / SLICES, build_slices_table(report.walk_slices))
     publish_table(folder / DIFFERENCES, build_differences_table(report.drafts))

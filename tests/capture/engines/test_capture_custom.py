@@ -11,10 +11,10 @@ from capture_toys import capture_run, random_rows
 from custom_engines import DAMAGES
 
 from draftworks.capture.answers.answer_sets import make_answers_identity
+from draftworks.capture.capture_plan import StreamPlan, make_refs
 from draftworks.capture.engine import Generated, load_engine, make_engine_identity
 from draftworks.capture.engines.custom import CheckedEngine
 from draftworks.capture.engines.hf import HFTargetEngine
-from draftworks.capture.plan import StreamPlan, make_refs
 from draftworks.capture.session import capture_features
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec, TargetSpec
 from draftworks.config.run_files import CaptureRun, RegenerateRun, TargetFiles

@@ -18,7 +18,7 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.labels import Exactness, LabelCounts
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.statistics import compare_paired, summarize_acceptance
-from draftworks.evaluation.report.findings import get_metric_name
+from draftworks.evaluation.report.figures import get_metric_name
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import (
     DIFFERENCES,

@@ -40,7 +40,7 @@ class CountedRung:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Figure:
     """One number of one draft on one rung.
 
     Attributes:
@@ -113,9 +113,9 @@ def list_position_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
     return tuple(CountedRung(3, f"{WALK_AT}{begin}", prompts) for begin, prompts in measured.walk_by_position.items())
 
 
-def collect_findings(
+def collect_figures(
     drafts: Mapping[str, DraftMeasurement], resampling: Resampling, strategy: str
-) -> tuple[Finding, ...]:
+) -> tuple[Figure, ...]:
     """Return the numbers of every draft, lowest rung first; rung 0 has one per draft position."""
     everything = (one for name, measured in drafts.items() for one in _collect_of_draft(name, measured, resampling))
     return tuple(replace(one, servers=describe_servers(strategy, one.rule)) for one in everything)
@@ -130,17 +130,17 @@ def compare_on_walk(drafts: Mapping[str, DraftMeasurement], resampling: Resampli
     return tuple(BaselineComparison(name, compare_paired(trained, walk, resampling)) for name, walk in walked.items())
 
 
-def _collect_of_draft(name: str, measured: DraftMeasurement, resampling: Resampling) -> Iterable[Finding]:
+def _collect_of_draft(name: str, measured: DraftMeasurement, resampling: Resampling) -> Iterable[Figure]:
     if measured.result is not None:
         yield from _collect_of_result(name, measured.result)
     for rung in list_counted_rungs(measured):
         acceptance = summarize_acceptance(rung.prompts, resampling)
-        yield Finding(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.decoding, rung.speed_up)
+        yield Figure(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.decoding, rung.speed_up)
 
 
-def _collect_of_result(name: str, result: EvalResult) -> Iterable[Finding]:
+def _collect_of_result(name: str, result: EvalResult) -> Iterable[Figure]:
     for position, accuracy in enumerate(result.per_position_acc, start=1):
-        yield Finding(name, 0, f"per_position_acc_{position}", accuracy)
-    yield Finding(name, 1, SIMULATED, result.simulated_acc_len)
+        yield Figure(name, 0, f"per_position_acc_{position}", accuracy)
+    yield Figure(name, 1, SIMULATED, result.simulated_acc_len)
     for decoding, length in result.sampled_acc_lens.items():
-        yield Finding(name, 1, f"{SIMULATED}_{decoding.suffix}", length, decoding=decoding)
+        yield Figure(name, 1, f"{SIMULATED}_{decoding.suffix}", length, decoding=decoding)
