@@ -286,6 +286,12 @@ class EndpointAnswerer(Answerer):
                 f"the endpoint returned {completion.completion_tokens} tokens, expected at most {limit}: it ignores "
                 "the field max_tokens"
             )
+        if completion.finish == "length" and completion.token_ids is not None and len(completion.token_ids) < limit:
+            raise ConfigError(
+                f"the endpoint cut an answer after {len(completion.token_ids)} tokens, expected up to {limit}: it has a limit "
+                "of its own. Raise its context and the max_new_tokens of its generation config, or lower "
+                "responses.max_new_tokens"
+            )
         ended = completion.finish == "stop"
         to_ids = self._take_ids if self._endpoint.token_ids else self._tokenize_text
         ids = to_ids(completion, dialogue, ended)

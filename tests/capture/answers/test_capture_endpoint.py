@@ -250,6 +250,20 @@ def test_what_a_server_does_not_tell_is_said_with_what_to_do(tiny_target, tmp_pa
         regenerate_run(run)
 
 
+def test_a_server_with_a_lower_limit_of_its_own_is_told(tiny_target, tmp_path: Path):
+    """Answers that it cut would be taken for answers that the target ends so."""
+
+    class Curt(FakeChat):
+        def _completion(self, body, turns):
+            return super()._completion({**body, "max_tokens": 3}, turns)
+
+    with (
+        make_endpoint_run(tmp_path, tiny_target, Curt(tiny_target), responses={"max_new_tokens": 20}) as run,
+        pytest.raises(ConfigError, match=r"cut an answer after 3 tokens, expected up to 20: it has a limit of its own"),
+    ):
+        regenerate_run(run)
+
+
 def test_a_server_that_does_not_keep_the_limit_is_told(tiny_target, tmp_path: Path):
     class Endless(FakeChat):
         def _completion(self, body, turns):
