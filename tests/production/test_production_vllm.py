@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,14 +101,20 @@ def test_a_server_in_development_mode_names_its_draft(production: Production):
     assert config["speculative_config"]["num_speculative_tokens"] == PROPOSED
 
 
-def test_on_a_cpu_it_loses_the_temperature_of_what_it_verifies(production: Production):
-    """Near 0 answers are the greedy ones, and a server that verifies at the temperature gives them.
+EXPAND = """
+import torch, vllm._custom_ops
+from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+temperatures = torch.full((4,), -7.0)
+_expand_kernel_impl(temperatures, torch.tensor([0.5, 0.25]), torch.tensor([2, 4], dtype=torch.int32), 0, 1)
+print(temperatures.tolist())
+"""
 
-    0.32.0 does not (`_expand_kernel_impl` of vllm/utils/cpu_triton_utils.py), so the serving check samples nothing there. Where
-    this fails with a later version, `samples` of `draftworks.programs.draft_servers` can go.
+
+def test_on_a_cpu_it_loses_the_temperature_of_what_it_verifies():
+    """0.32.0 drops what it writes, so every proposal is verified at what the memory held, and nothing is sampled there.
+
+    Where this fails with a later version, `samples` of `draftworks.programs.draft_servers` can go for vLLM.
     """
-    greedy, cold = (
-        [production.client.answer("ours", range(5 + n, 15 + n), Sampling(24, temperature=degrees)) for n in range(6)]
-        for degrees in (0.0, 0.01)
-    )
-    assert [one.output_ids for one in cold] != [one.output_ids for one in greedy]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run([PYTHON, "-c", EXPAND], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[-7.0, -7.0, -7.0, -7.0]"  # expected 0.5, 0.5, 0.25, 0.25
