@@ -52,6 +52,7 @@ COMMANDS = {
     "evaluation": "python benchmarks/evaluation.py",
     "report_again": "python benchmarks/report_again.py {eagle3_report}",
     "sglang_hook": "python benchmarks/sglang_hook.py --hidden 832 --layers 12 --length 128 --batch 4 --repeats 7",
+    "vllm_capture": "python benchmarks/vllm_capture.py --turns 9",
     "capture_client": "python benchmarks/capture_client.py",
     "overlap": "python benchmarks/overlap.py",
     "stream_overlap": "python benchmarks/stream_overlap.py {eagle3_draft} {training_features}",

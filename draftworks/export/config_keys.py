@@ -12,7 +12,7 @@ import torch
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.conventions import is_read, is_served_alone
+from draftworks.export.conventions import SERVER_COMMANDS, is_read, is_served_alone
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.storage.files import read_json
 from draftworks.storage.hub import fetch_hub_file
@@ -224,7 +224,7 @@ def build_vllm_command(
     """
     config = {"model": folder, "method": method, "num_speculative_tokens": tokens}
     arguments = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
-    return {"vLLM, target first": f"vllm serve {locate_model(draft.target)} --speculative-config '{arguments}'"}
+    return {SERVER_COMMANDS["vllm"]: f"vllm serve {locate_model(draft.target)} --speculative-config '{arguments}'"}
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:

@@ -30,6 +30,7 @@ from draftworks.sglang.speculation import Speculation, require_cpu_dtype
 from draftworks.storage.words import suggest_or_list
 from draftworks.targets.weights import silence_transformers
 from draftworks.training.checkpoint_manager import BestRule
+from draftworks.vllm.speculation import require_cpu_support
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,24 @@ def _check_serving(
             f"target {target.name}: evaluation.serving.format: {built.strategy.name} will have no export for {engines} in "
             f"{serving.format}; {suggest_or_list(serving.format, loaded)} Add it to export.formats, or leave it out"
         )
-    elif commands.get("sglang") and serving.starts("sglang"):
-        of_sglang = commands["sglang"]
-        _check_command(built, target, of_sglang.get(serving.format or "") or next(iter(of_sglang.values())), findings)
+        return
+    for engine, found in commands.items():
+        if found and serving.starts(engine):
+            name = serving.format if serving.format in found else next(iter(found))
+            if engine == "sglang":
+                _check_command(built, target, found[name], findings)
+            elif serving.device == "cpu":
+                _check_vllm_on_a_cpu(built, canonical, target, name, findings)
+
+
+def _check_vllm_on_a_cpu(
+    built: BuiltDraft, canonical: CanonicalDraft, target: TargetSpec, name: str, findings: Findings
+) -> None:
+    """Check that vLLM serves the kind of draft that a format's config.json names."""
+    try:
+        require_cpu_support(load_format(built.strategy.name, name).build_config(canonical, torch.float32))
+    except DraftworksError as error:
+        findings.error(f"target {target.name}: {error}")
 
 
 def _check_command(built: BuiltDraft, target: TargetSpec, command: str, findings: Findings) -> None:

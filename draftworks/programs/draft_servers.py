@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import filecmp
-import json
 import math
-import shlex
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -33,6 +31,7 @@ from draftworks.sglang.speculation import (
 from draftworks.storage.files import parse_json
 from draftworks.vllm.client import VLLMClient, read_speculation
 from draftworks.vllm.server import VLLMServer, VLLMServerOptions
+from draftworks.vllm.speculation import parse_speculation, require_cpu_support
 
 CPU_MEMORY_SHARE = 0.8
 """Upper limit, as a share of main memory; the number of tokens in the KV cache decides how much is used."""
@@ -89,18 +88,23 @@ def open_draft_server(run: ServeRun, ctx: ProgramContext) -> Iterator[DraftServe
 
 def require_draft_of(run: ServeRun) -> None:
     """Raise ConfigError if the draft's config.json says that it was trained for another target."""
-    path = run.draft / CONFIG
-    if not path.is_file():
-        return  # a format without one; servers say what they miss
-    try:
-        provenance = parse_json(path.read_bytes())[PROVENANCE]["target_digest"]
-    except (ValueError, KeyError, TypeError):
-        return
-    if provenance != run.target.digest:
+    provenance = _read_config(run).get(PROVENANCE)
+    trained = provenance.get("target_digest") if isinstance(provenance, Mapping) else None
+    if trained not in (None, run.target.digest):
         raise ConfigError(
-            f"{path}: a draft of the target with digest {provenance}, expected {run.target.digest} ({run.target.name}): serve a "
-            "draft that was trained for this target"
+            f"{run.draft / CONFIG}: a draft of the target with digest {trained}, expected {run.target.digest} "
+            f"({run.target.name}): serve a draft that was trained for this target"
         )
+
+
+def _read_config(run: ServeRun) -> dict[str, Any]:
+    """Return the draft's config.json; empty where there is none that can be read, of which the server says what it misses."""
+    path = run.draft / CONFIG
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class _SGLang(DraftServer):
@@ -179,6 +183,9 @@ class _VLLM(DraftServer):
         client.get_counters()  # before any answer: a server that does not count is of no use
         self.version, self.algorithm = client.get_version(), algorithm
         where = f"vLLM at {client.url}"
+        # vllm/utils/cpu_triton_utils.py of 0.32.0, _expand_kernel_impl: temperatures are written into an integer copy that
+        # is dropped, so that proposals are verified at whatever the memory held.
+        self.samples = run.url is not None or resolve_device(run.serving.device).type != "cpu"
         speculative = (client.get_config() or {}).get("speculative_config") if run.url is not None else None
         named = speculative if isinstance(speculative, Mapping) else {}
         proposed = named.get("num_speculative_tokens", run.draft_tokens)
@@ -199,8 +206,11 @@ class _VLLM(DraftServer):
 
 @contextmanager
 def _open_vllm(run: ServeRun, ctx: ProgramContext) -> Iterator[DraftServer]:
-    speculative = parse_vllm_speculation(run.command, run.draft, run.draft_tokens)
-    options = _make_vllm_options(run, resolve_device(run.serving.device).type, speculative)
+    device = resolve_device(run.serving.device).type
+    speculative = parse_speculation(run.command, DRAFT_FOLDER, run.draft, run.draft_tokens)
+    if run.url is None and device == "cpu":
+        require_cpu_support(_read_config(run))
+    options = _make_vllm_options(run, device, speculative)
     process = VLLMServer(Path(run.vllm.python), options, run.logs, run.vllm.start_timeout_s, run.vllm.grace_s)
     algorithm = str(speculative.get("method"))
     with _run_process(process, run, ctx, algorithm) as url:
@@ -209,24 +219,6 @@ def _open_vllm(run: ServeRun, ctx: ProgramContext) -> Iterator[DraftServer]:
             yield _VLLM(client, run, algorithm)
         finally:
             client.close()
-
-
-def parse_vllm_speculation(command: str, draft: Path, draft_tokens: int) -> dict[str, Any]:
-    """Return the speculative config of a command line of `vllm serve`, for a draft in a folder and a number of proposals.
-
-    Raises:
-        ConfigError: the command has none.
-    """
-    words = shlex.split(command)
-    found = [value for name, value in zip(words, words[1:]) if name == "--speculative-config"]
-    try:
-        config = json.loads(found[0])
-        model = str(config["model"])
-    except (IndexError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"expected --speculative-config with a model in the serving command of a draft, found: {command}"
-        ) from error
-    return {**config, "model": model.replace(DRAFT_FOLDER, str(draft)), "num_speculative_tokens": draft_tokens}
 
 
 def _make_vllm_options(run: ServeRun, device: str, speculative: Mapping[str, Any]) -> VLLMServerOptions:

@@ -75,7 +75,7 @@ def measure_one(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
         if run.url is not None:
             require_same_target(asked, greedy.served, f"{ENGINES[run.engine]} at {run.url}")
         if decodings and not server.samples:
-            ctx.log(f"{ENGINES[run.engine]} verifies greedily on this device at every temperature: nothing is sampled")
+            ctx.log(f"{ENGINES[run.engine]} does not verify by the temperature on a CPU: nothing is sampled there")
             decodings = []
         sampled = [questioner.ask(select_first_answers(asked), decoding) for decoding in decodings]
     resampling = Resampling(run.confidence, run.resamples)

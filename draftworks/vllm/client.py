@@ -106,6 +106,10 @@ class VLLMClient(EngineClient):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,  # what a request leaves open is the model's generation_config.json's
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "return_token_ids": True,
             "skip_special_tokens": False,
             **({} if sampling.seed is None else {"seed": sampling.seed}),

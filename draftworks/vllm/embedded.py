@@ -175,7 +175,9 @@ class EmbeddedVLLM:
             batch.done.set_result([])
 
     def _note_answer(self, output: Any) -> None:
-        batch = self._running.pop(output.request_id)
+        batch = self._running.pop(output.request_id, None)
+        if batch is None:  # of a batch that vLLM refused
+            return
         batch.answers[output.request_id] = read_output(output)
         if len(batch.answers) == len(batch.requests):
             batch.done.set_result([batch.answers[request.request_id] for request in batch.requests])

@@ -82,7 +82,9 @@ class VLLMServerOptions:
         }
         words = [str(word) for name, value in values.items() if value is not None for word in (name, value)]
         eager = ["--enforce-eager"] if self.device == "cpu" else []  # compiling takes longer than the little work there
-        return [*words, "--no-enable-prefix-caching", *eager, *self.extra]
+        # Without it the model's generation_config.json would set what a request leaves open, such as penalties.
+        plain = ["--generation-config", "vllm"]
+        return [*words, *plain, "--no-enable-prefix-caching", *eager, *self.extra]
 
     def build_environment(self) -> dict[str, str]:
         """Return the environment variables that vLLM's processes need in addition to the inherited ones."""

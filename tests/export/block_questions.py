@@ -40,14 +40,14 @@ def export_with_questions(toys: Toys, strategy: DraftStrategy, name: str, export
     """Export a draft as folder `name`, and write `name.safetensors` and `name.txt` beside it.
 
     The former has `embedding`, `head`, and for every question i `features.{i}` (n, taps · H), `anchor.{i}` (1,) and
-    `uniforms.{i}` (places,); the latter the command for vLLM, if there is one.
+    `uniforms.{i}` (places,); the latter the last command, which is vLLM's if there is one.
     """
     generator = torch.Generator().manual_seed(6)
     move_weights(strategy, generator)
     draft = toys.saved(strategy, f"draft-{name}")
     made = export_draft(draft, export_format, toys.folder / name, "float32")
     assert made.passed
-    command = made.commands.get("vLLM, target first", "").replace(DRAFT_FOLDER, str(toys.folder / name))
+    [*_, command] = [line.replace(DRAFT_FOLDER, str(toys.folder / name)) for line in made.commands.values()]
     (toys.folder / f"{name}.txt").write_text(command)
     saved = draft.build_strategy()
     asked = {"embedding": draft.parts.embedding.float(), "head": draft.parts.head.float()}

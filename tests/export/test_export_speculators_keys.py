@@ -19,7 +19,7 @@ from draftworks.export.exporting import export_draft
 
 READ_BY_VLLM = {"eagle3", "peagle", "dflash", "dflash2", "dspark"}
 """`SUPPORTED_SPECULATORS_TYPES` of 0.32.0 and 0.33.0."""
-OF_OTHERS = {"zlab_dflash", "zlab_dflash2", "zlab_dspark", "sglang_lilicorr"}
+OF_OTHERS = {"zlab_dflash", "zlab_dflash2", "zlab_dspark", "sglang_lilicorr", "target_mtp", "vllm_xpress"}
 """Formats of others that vLLM has a class for; one of them, Domino's, it would load as DFlash."""
 EAGLES = ["speculators_eagle3", "speculators_peagle"]
 
@@ -58,11 +58,12 @@ def test_the_norms_of_p_eagles_taps_are_said_where_vllm_reads_them(toys: Toys):
         ("speculators_dflash", {"method": "dflash", "num_speculative_tokens": 3}),
         ("zlab_dflash2", {"method": "dflash", "num_speculative_tokens": 3}),
         ("zlab_dspark", {"method": "dspark", "num_speculative_tokens": 4}),
+        ("vllm_xpress", {"method": "dflash", "num_speculative_tokens": 3}),
     ],
 )
 def test_the_command_says_how_the_draft_proposes(toys: Toys, name: str, said: dict[str, Any]):
     result = export_draft(toys.draft(FORMATS[name]), name, toys.folder / "out")
-    words = shlex.split(result.commands["vLLM, target first"])
+    words = shlex.split(result.commands["vLLM from 0.33 on" if name == "vllm_xpress" else "vLLM, target first"])
     assert words[:3] == ["vllm", "serve", toys.target.model]
     assert json.loads(words[words.index("--speculative-config") + 1]) == {"model": "DRAFT_FOLDER", **said}
 
@@ -96,7 +97,7 @@ def test_a_target_in_a_folder_is_given_first(toys: Toys):
     assert list(list_commands(toys, "speculators_dflash", on_hub(toys))) == ["vLLM", "vLLM, target first"]
 
 
-def test_the_readme_says_that_vllm_reads_xpress_in_another_form(toys: Toys):
+def test_the_readme_says_in_which_form_vllm_reads_xpress(toys: Toys):
     result = export_draft(toys.draft("xpress"), "speculators_xpress", toys.folder / "out")
     assert result.commands == {}
     serving = (toys.folder / "out" / "README.md").read_text().partition("## Serving")[2]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from export_toys import FORMATS, Toys
-from vllm_wheels import fetch_config_modules
+from vllm_wheels import fetch_modules
 
 from draftworks.export.conventions import RELEASES, VllmRelease, is_read, is_served_alone, name_releases
 from draftworks.export.export_format import load_format
@@ -83,7 +83,7 @@ def test_the_table_is_what_the_wheel_says(toys: Toys, release: VllmRelease):
     for name in OF_SPECULATORS:
         folders.append(toys.folder / name)
         export_draft(toys.draft(FORMATS[name]), name, folders[-1])
-    package = fetch_config_modules(release.version, toys.folder)
+    package = fetch_modules(release.version, toys.folder)
     asked = subprocess.run([sys.executable, WORKER, package, *folders], check=True, capture_output=True, text=True)
     found = json.loads(asked.stdout.splitlines()[-1])
     assert (set(found["types"]), found["wants_hub"]) == (release.speculators_types, not release.serves_local_verifier)

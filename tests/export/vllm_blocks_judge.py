@@ -4,15 +4,18 @@ Beside each FOLDER lie FOLDER.txt, the printed command, and FOLDER.safetensors w
 builds its configuration from the command, chooses the class, loads the files and runs the block. Three parts are not vLLM's:
 attention, which needs a cache of pages; the loops of the drafters, which are Triton kernels of greedy choices; and the norms of
 the context's keys, for which 0.32's kernel for CPUs takes the first layer's weights in all layers.
-Returns for every folder the name of the class, `unset`, the parameters that no file gave a value, and the `tokens` for every
+A `qwen3_xpress.py` in the folder of all is the class of XPress, which 0.32 lacks. Returns for every folder the name of the class, `unset`, the parameters that no file gave a value, and the `tokens` for every
 question, or `refused`, why vLLM takes no such command.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from torch.nn import functional as F
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.model_loader.utils import get_model_architecture, process_weights_after_loading
-from vllm.model_executor.models import qwen3_dflash
+from vllm.model_executor.models import ModelRegistry, qwen3_dflash
 from vllm_commands import read_command
 
 MORE = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "64"]
@@ -131,11 +134,36 @@ def propose_by_chain(model: Any, states: Tensor, anchor: Tensor, features: Tenso
     return [int(token) for token in chosen[1:]]
 
 
+def propose_by_refiner(model: Any, states: Tensor, anchor: Tensor, features: Tensor, asked: Any) -> list[int]:
+    base, head = model.compute_draft_logits(states), model.model.xpress_head
+    cached, tokens = head.hidden_cache(states[None]), base[1:].argmax(-1)
+    for _ in range(model.config.xpress_num_passes):
+        before = torch.cat([anchor, anchor, tokens[:-1]])[None]
+        tokens = (base + head.refine_bias(before, cached)[0])[1:].argmax(-1)
+    return tokens.tolist()
+
+
 PROPOSE = {
+    "Qwen3XPressForCausalLM": propose_by_refiner,
     "DFlash2Qwen3ForCausalLM": propose_by_selector,
     "LiLiCorrForCausalLM": propose_by_lattice,
     "Qwen3DSparkForCausalLM": propose_by_chain,
 }
+
+
+def add_class(file: Path) -> None:
+    """Register the class of XPress, a module of vLLM 0.33, without its kernels, which are Triton's."""
+    room = ModuleType("vllm.v1.worker.gpu.spec_decode.xpress")
+    room.kernels = None  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules[room.__name__] = room
+    spec = spec_from_file_location("vllm.model_executor.models.qwen3_xpress", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch._dynamo.config.disable = True
+    for name in ("Qwen3XPressModel", "DFlashQwen3XPressModel"):
+        ModelRegistry.register_model(name, module.Qwen3XPressForCausalLM)
 
 
 def judged(folder: Path) -> dict[str, Any]:
@@ -165,6 +193,8 @@ def judge(folders: list[Path], work: Path) -> list[dict[str, Any]]:
     vllm.config.vllm.HAS_TRITON = True
     qwen3_dflash.Attention = PlainAttention
     qwen3_dflash.DFlashQwen3Model._normalize_context_k = norm_keys_by_layer
+    for file in folders[0].parent.glob("qwen3_xpress.py"):
+        add_class(file)
     first = read_command(folders[0].with_suffix(".txt").read_text(), MORE).create_engine_config()
     with set_current_vllm_config(first):
         init_distributed_environment(1, 0, f"file://{work}/meeting", 0, "gloo")

@@ -33,7 +33,7 @@ ROOMS = [
     "programs",
 ]
 """From the ground floor up: a room imports itself and what is below, and `errors`."""
-SERVING_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks", "sglang", "xxhash"}
+SERVING_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks", "sglang", "vllm", "xxhash"}
 
 
 @functools.cache
@@ -77,7 +77,11 @@ def test_what_runs_in_a_serving_environment_needs_nothing_it_lacks():
     import sys
 
     rooms = [path for room in ("features", "mooncake", "handover") for path in (ENGINE / room).rglob("*.py")]
-    for path in [*rooms, ENGINE / "sglang" / "hook.py"]:
+    for path in [
+        *rooms,
+        ENGINE / "sglang" / "hook.py",
+        *(ENGINE / "vllm" / f"{name}.py" for name in ("capture_rows", "connector")),
+    ]:
         roots = {name.split(".")[0] for name in imported_modules(path)} - set(sys.stdlib_module_names)
         assert roots <= SERVING_DEPENDENCIES, f"{path} imports {roots - SERVING_DEPENDENCIES}"
 

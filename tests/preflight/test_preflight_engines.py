@@ -192,6 +192,21 @@ def test_one_that_has_it_or_may_have_it_is_none(fleet, packages: Path, monkeypat
     assert sglang_errors(fleet, capture=CAPTURE) == []
 
 
+@pytest.mark.parametrize(
+    ("serving", "wanted"),
+    [
+        ({}, ["sglang"]),
+        ({"engines": ["vllm"]}, ["vllm"]),
+        ({"engines": ["sglang", "vllm"], "urls": {"vllm": "http://127.0.0.1:1"}}, ["sglang"]),
+    ],
+    ids=["by default", "vllm", "one that runs"],
+)
+def test_serving_needs_the_engines_that_it_starts(fleet, serving, wanted: list[str]):
+    fleet.write(evaluation={"serving": {"prompts": 2, **serving}})
+    found = [text for text in fleet.check().errors if "does not exist: make" in text]
+    assert [text.rpartition(": ")[2].removesuffix(".python") for text in found] == wanted
+
+
 @pytest.mark.parametrize(("version", "warned"), [("0.32.0", 0), ("0.32.0+cpu", 0), ("0.34.1", 1)])
 def test_a_vllm_that_was_not_tried_is_a_warning(fleet, packages: Path, version: str, warned: int):
     (fleet.registry.root / "deployment.yaml").write_text("vllm: {python: ../sglang/bin/python}\n")

@@ -214,6 +214,11 @@ ANYWHERE = {"prompts": 2, "device": "cuda"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dtype": (EAGLE, {"serving": {**CPU, "compute_dtype": "bfloat16"}}, "on a CPU expected float32, found bfloat16"),
     "algorithm": (DSPARK, {"serving": CPU}, "does not serve drafts with --speculative-algorithm DSPARK on a CPU"),
+    "class": (
+        DSPARK,
+        {"serving": {**CPU, "engines": ["vllm"]}},
+        "vLLM serves drafts of the class DSparkDraftModel by its Model Runner V2",
+    ),
     "proposals": (DFLASH, {"draft_tokens": 2, "serving": ANYWHERE}, "evaluation.draft_tokens: found 2, and in SGLang"),
     "argument": (
         EAGLE,
@@ -237,6 +242,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
 }
 SOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in vLLM": (EAGLE, {"serving": {**CPU, "engines": ["vllm"], "format": "speculators_eagle3"}}),
+    "format of one of two servers": (
+        EAGLE,
+        {"serving": {**CPU, "engines": ["sglang", "vllm"], "format": "speculators_eagle3"}},
+    ),
+    "in a server that runs": (DSPARK, {"serving": {**CPU, "urls": {"sglang": "http://127.0.0.1:1"}}}),
     "on a CPU": (EAGLE, {"serving": CPU}),
     "not on a CPU": (DSPARK, {"serving": ANYWHERE}),
     "not asked for": (DSPARK, {"serving": {"prompts": 0, "device": "cpu"}}),
@@ -266,7 +277,11 @@ SOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def errors_of(fleet, strategies: dict[str, Any], evaluation: dict[str, Any]) -> list[str]:
     """Without those that depend on this machine, which has no SGLang."""
     fleet.write(strategies=strategies, evaluation=evaluation)
-    return [error for error in fleet.check().errors if "needs SGLang" not in error and "needs 1 GPU" not in error]
+    return [
+        error
+        for error in fleet.check().errors
+        if "needs SGLang" not in error and "needs vLLM" not in error and "needs 1 GPU" not in error
+    ]
 
 
 @pytest.mark.parametrize(("strategies", "evaluation", "message"), REFUSED.values(), ids=REFUSED)

@@ -12,6 +12,7 @@ from pathlib import Path
 import fake_speculating_sglang
 import numpy as np
 import pytest
+import torch
 from fake_speculating_vllm import Handler, Script, fake_vllm_python
 from waiting import HANG_S
 
@@ -22,10 +23,10 @@ from draftworks.data.tokenized import TokenRow, write_tokens
 from draftworks.errors import ConfigError, DraftworksError, EngineError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.report.served import list_served
-from draftworks.programs import serve
-from draftworks.programs.draft_servers import parse_vllm_speculation
+from draftworks.programs import draft_servers, serve
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.serve import measure_server
+from draftworks.vllm.speculation import parse_speculation
 
 CONFIG = {"model": "DRAFT_FOLDER", "method": "eagle3", "num_speculative_tokens": 5}
 COMMAND = f"vllm serve models/toy --speculative-config '{json.dumps(CONFIG)}'"
@@ -88,7 +89,10 @@ def running(script: Script, model: str) -> Iterator[str]:
         server.server_close()
 
 
-def test_a_vllm_of_ours_is_asked_what_the_walk_predicted_and_then_sampled(run: ServeRun):
+def test_a_vllm_of_ours_is_asked_what_the_walk_predicted_and_then_sampled(run: ServeRun, monkeypatch):
+    monkeypatch.setattr(
+        draft_servers, "resolve_device", lambda device: torch.device("cuda")
+    )  # on a CPU it is not sampled
     report = measure_server(
         start_ours(run, Script(ANSWERS), decodings=["t0.6_greedy_draft", "t1_greedy_draft"]), ProgramContext()
     )
@@ -140,6 +144,16 @@ def test_a_draft_of_another_target_is_refused_before_a_server_starts(run: ServeR
     assert not run.logs.exists()
 
 
+def test_a_draft_that_vllm_serves_on_gpus_alone_is_refused_before_a_server_starts(run: ServeRun):
+    (run.draft / "config.json").write_text(json.dumps({"architectures": ["DFlash2DraftModel"]}))
+    assert_refused(
+        start_ours(run, Script(ANSWERS)),
+        ConfigError,
+        "serves drafts of the class DFlash2DraftModel by its Model Runner V2",
+    )
+    assert not run.logs.exists()
+
+
 def test_a_server_that_ends_in_the_middle_is_told_with_the_end_of_its_log(run: ServeRun):
     ended = start_ours(run, Script(ANSWERS, ends_after=2))
     assert_refused(ended, EngineError, r"(?s)vLLM ended with code 7 while it answered.*out of memory")
@@ -174,4 +188,4 @@ def test_a_running_server_with_another_draft_or_of_another_target_is_refused(run
 
 def test_a_command_without_a_speculative_config_is_refused():
     with pytest.raises(ConfigError, match="expected --speculative-config with a model"):
-        parse_vllm_speculation("vllm serve DRAFT_FOLDER", Path("draft"), 5)
+        parse_speculation("vllm serve DRAFT_FOLDER", "DRAFT_FOLDER", Path("draft"), 5)

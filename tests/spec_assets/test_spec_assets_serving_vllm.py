@@ -1,4 +1,4 @@
-"""Real vLLM speculates with our exports, on a CPU: at temperature 0 as the walk said, above it as rung 4 by its own rule."""
+"""Real vLLM speculates with our exports on a CPU as the walk said, count for count; above temperature 0 it is not asked."""
 
 from __future__ import annotations
 
@@ -49,10 +49,6 @@ def test_a_live_vllm_accepts_what_the_walk_said(served: Artifact):
     assert found["server"]["passes"] == sum(map(sum, measured["prompts"].values()))
 
 
-def test_sampled_answers_are_accepted_by_the_servers_rule_as_often_as_in_rung_4(served: Artifact):
-    """The interval is over prompts, and one draw decides whether 0 is in it: its width is what a chance may move."""
-    [sampled] = served.summary["sampled"]
-    assert sampled["decoding"] == {"temperature": 0.6, "rule": "greedy_draft"}
-    assert sampled["loop"]["prompts"] == PROMPTS
-    assert sampled["same_answers"] < sampled["answers"]  # they are sampled
-    assert 0 < sampled["acceptance"]["micro"] < served.summary["acceptance"]["micro"] + 1
+def test_nothing_is_sampled_where_the_server_loses_the_temperature(served: Artifact):
+    """0.32.0 on a CPU: see tests/production/test_production_vllm.py."""
+    assert served.summary["sampled"] == []

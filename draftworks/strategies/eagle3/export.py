@@ -299,9 +299,10 @@ def _read_taps(config: Mapping[str, Any], target: TargetFiles) -> tuple[LayerTap
         ConfigError: ids that either could mean, and no word on whose they are; no list of ascending ids.
     """
     ids, of_vllm = (config.get("eagle_config") or {}).get(_LAYER_IDS), config.get(_LAYER_IDS)
-    if not (ids or of_vllm):
+    found: list[int] = ids or of_vllm or []
+    if not found:
         return choose_default_taps(target)
-    found, means = ids or of_vllm, config.get(LAYER_IDS_MEAN)
+    means = config.get(LAYER_IDS_MEAN)
     from_format(SglangEagle3.name, found)  # refuses what is no list of ascending ids
     if means is None and not ids:
         means = "vllm"

@@ -8,7 +8,14 @@ from pydantic import Field, model_validator
 
 from draftworks.config.draft_options import TeacherOptions
 from draftworks.config.strategies import ExportSpec, MetricSums, StrategySpec, allow_packing, register_strategy
-from draftworks.strategies.dflash.options import FITTED, DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
+from draftworks.strategies.dflash.options import (
+    FITTED,
+    DFlashOptions,
+    check_dflash,
+    choose_dflash_taps,
+    refuse_anchored_windows,
+    refuse_windows,
+)
 
 
 class XPressOptions(DFlashOptions, TeacherOptions):
@@ -67,12 +74,20 @@ XPRESS = register_strategy(
         exports=(
             ExportSpec(
                 name="speculators_xpress",
-                description="speculators 0.9.0, and no server: vLLM 0.33 reads another form; windows from the anchor only.",
+                description="speculators 0.9.0, and no server; windows from the anchor only.",
                 factory="draftworks.strategies.xpress.export:SpeculatorsXPress",
                 reader="draftworks.strategies.xpress.reader:read_speculators_xpress",
                 counting="layers_passed",
                 refuses=refuse_windows,
                 uses_unscaled_embeddings=True,
+            ),
+            ExportSpec(
+                name="vllm_xpress",
+                description="vLLM from 0.33 on.",
+                factory="draftworks.strategies.xpress.export:VllmXPress",
+                reader="draftworks.strategies.xpress.reader:read_vllm_xpress",
+                counting="layer_output",
+                refuses=refuse_anchored_windows,
             ),
         ),
     )

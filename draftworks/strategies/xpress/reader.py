@@ -6,13 +6,14 @@ and every pass takes the first choices of the one before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftworks.export.readers.reader import ExportFolder, Features, TargetTensors
-from draftworks.strategies.dflash.reader import HeadReader, read_speculators
+from draftworks.strategies.dflash.reader import HeadReader, read_speculators, read_zlab
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,11 @@ class XPressReader(HeadReader):
 
     Attributes:
         passes: how often the refiner is asked.
+        names: of the refiner's tensors in the file, by speculators' names; those that are missing are the same there.
     """
 
     passes: int
+    names: Mapping[str, str]
 
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
         rows = self.backbone.rows(features, next_tokens)
@@ -55,11 +58,30 @@ class XPressReader(HeadReader):
         return mixed + self._weight("mlp_down.weight") @ (gate * gate.sigmoid() * up)
 
     def _weight(self, name: str) -> Tensor:
-        return self.backbone.weights[f"refiner_head.{name}"]
+        return self.backbone.weights[self.names.get(name, f"refiner_head.{name}")]
 
 
 def read_speculators_xpress(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> XPressReader:
     """Read a draft in speculators' layout as vLLM's #54448 serves it."""
     backbone = read_speculators(folder, target, dtype, "speculators_xpress", from_anchor=False)
     passes = folder.find_setting("num_jacobi_passes", 6)
-    return XPressReader(backbone, passes)
+    return XPressReader(backbone, passes, {})
+
+
+_OF_VLLM = {
+    "token_embed.weight": "xpress_head.w1.weight",
+    "down_h.weight": "xpress_head.down_h.weight",
+    "down_g.weight": "xpress_head.down_g.weight",
+    "in_proj.weight": "xpress_head.in_proj.weight",
+    "mix_l": "xpress_head.mix.L",
+    "mlp_gate.weight": "xpress_head.mlp.gate_proj.weight",
+    "mlp_up.weight": "xpress_head.mlp.up_proj.weight",
+    "mlp_down.weight": "xpress_head.mlp.down_proj.weight",
+    "readout.weight": "xpress_head.w2.weight",
+}
+
+
+def read_vllm_xpress(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> XPressReader:
+    """Read a draft in vLLM 0.33's own form, without its choice among the backbone's best (`xpress_topc` 0)."""
+    backbone = read_zlab(folder, target, dtype, "vllm_xpress", first_row=1)
+    return XPressReader(backbone, folder.find_setting("xpress_num_passes", 6), _OF_VLLM)

@@ -12,7 +12,7 @@ from draftworks.strategies.xpress.reader import XPressReader
 
 
 def read(strategy: DraftStrategy) -> XPressReader:
-    return XPressReader(dflash_reader(strategy), strategy.options.jacobi_passes)
+    return XPressReader(dflash_reader(strategy), strategy.options.jacobi_passes, {})
 
 
 def add_block(total: BlockSums, reader: XPressReader, options, ctx) -> None:
@@ -52,5 +52,7 @@ CASES = StrategyCases(
         ({"jacobi_passes": 0}, "jacobi_passes"),
         ({"refiner_rank": 0}, "refiner_rank"),
     ),
-    exports={"speculators_xpress": ({"mlp_ratio": 3, "jacobi_passes": 2, **SIZES, "mask_token_id": 5},)},
+    exports=dict.fromkeys(
+        ("speculators_xpress", "vllm_xpress"), ({"mlp_ratio": 3, "jacobi_passes": 2, **SIZES, "mask_token_id": 5},)
+    ),
 )
