@@ -67,9 +67,7 @@ def test_no_template_of_one_side_is_one_of_the_other_but_for_words():
 
 
 def test_the_served_target_is_the_short_one_and_its_servers():
-    short, served = (
-        yaml.safe_load((EXAMPLE / "targets" / f"{name}.yaml").read_text()) for name in ("short", "served")
-    )
+    short, served = (yaml.safe_load((EXAMPLE / "targets" / f"{name}.yaml").read_text()) for name in ("short", "served"))
     assert served["evaluation"].pop("serving")["prompts"] > 0
     assert {**served, "description": ""} == {**short, "description": ""}
 
