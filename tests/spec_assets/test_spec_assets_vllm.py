@@ -15,6 +15,7 @@ from draftworks.targets.registry import Registry
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.long
 def test_the_graph_makes_the_same_draft_through_vllm(site, tmp_path_factory):
     served = site.copy(tmp_path_factory.mktemp("served"))
     spool = tmp_path_factory.mktemp("spool")
