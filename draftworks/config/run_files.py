@@ -102,7 +102,9 @@ class RunFile(Spec):
     @property
     def longest_wait_s(self) -> float:
         """Longest time in seconds for which the program may wait for a server or a producer without being stalled."""
-        engines = [found for name in ("sglang", "vllm") if (found := getattr(self, name, None)) is not None]
+        capture = getattr(self, "capture", None)
+        names = ("sglang", "vllm") if capture is None else (capture.software,)
+        engines = [found for name in names if name and (found := getattr(self, name, None)) is not None]
         endpoint = getattr(getattr(self, "responses", None), "endpoint", None)
         waits = [0.0, *(wait for each in engines for wait in (each.start_timeout_s, each.request_timeout_s))]
         stream = getattr(self, "stream", None)

@@ -297,7 +297,8 @@ def test_serving_that_it_does_is_none(fleet, strategies, evaluation):
 
 
 def test_a_draft_that_no_format_can_hold_is_refused(fleet, family_target: Callable[[str], TargetFiles]):
-    fleet.write(model=family_target("gemma3").model, strategies={"xpress": {"options": DRAFT_OPTIONS["xpress"]}})
+    entry = {"options": DRAFT_OPTIONS["xpress"], "export": {"formats": ["speculators_xpress"]}}
+    fleet.write(model=family_target("gemma3").model, strategies={"xpress": entry})
     (error,) = fleet.check().errors
     assert "strategies.xpress.export: speculators_xpress: the target multiplies" in error
     assert "speculators_xpress: the target multiplies its embeddings by" in error

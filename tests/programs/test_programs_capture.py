@@ -251,7 +251,7 @@ def test_an_entry_that_names_no_server_of_this_machine_is_refused(registry: Path
 
 def test_an_entry_of_another_backend_is_refused(registry: Path, tiny_folder: Path):
     write_target(registry, tiny_folder, None, backend="hf")
-    assert "expected backend sglang_server, url and spool" in refusal(registry)
+    assert "expected backend sglang_server or vllm_server, url and spool" in refusal(registry)
 
 
 def test_a_taken_port_is_refused(registry: Path, tiny_folder: Path, tmp_path: Path):

@@ -32,7 +32,7 @@ from draftworks.storage.artifacts import Artifact
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 SENTENCES = {"check", "doctor", "run", "ui", "engine", "import", "export-features", "notify", "promote", "rollback"}
-SENTENCES |= {"in-service", "decide", "accept", "hold", "release", "pin", "unpin"}
+SENTENCES |= {"exchange", "in-service", "decide", "accept", "hold", "release", "pin", "unpin"}
 """Commands that print no table."""
 EVERYTHING = 10_000
 Show = Callable[[int], str]

@@ -17,7 +17,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from draftworks.config.capture import SGLangSpec
+from draftworks.config.capture import CaptureSpec, SGLangSpec
 from draftworks.config.data import EndpointSpec, ResponseSpec
 from draftworks.config.run_files import CaptureRun, RegenerateRun, TrainRun
 from draftworks.errors import ConfigError
@@ -159,8 +159,10 @@ def test_a_program_may_wait_as_long_as_what_it_asks_may_take() -> None:
     sglang = SGLangSpec(start_timeout_s=7, request_timeout_s=8)
     endpoint = EndpointSpec.model_construct(timeout_s=9)
     responses = ResponseSpec.model_construct(endpoint=endpoint)
-    assert RegenerateRun.model_construct(sglang=sglang, responses=responses).longest_wait_s == 9
-    assert CaptureRun.model_construct(sglang=sglang).longest_wait_s == 8
+    capture = CaptureSpec(backend="sglang")
+    assert RegenerateRun.model_construct(capture=capture, sglang=sglang, responses=responses).longest_wait_s == 9
+    assert CaptureRun.model_construct(capture=capture, sglang=sglang).longest_wait_s == 8
+    assert CaptureRun.model_construct(capture=CaptureSpec(backend="hf"), sglang=sglang).longest_wait_s == 0
     assert TrainRun.model_construct().longest_wait_s == 0
 
 

@@ -229,7 +229,7 @@ def test_a_serving_check_that_is_asked_for_has_to_be_there_and_agree(tmp_path: P
             "eagle3_serving", "small", identity, lambda out, walk=walk: BuildResult("served", {"walk": walk})
         )
         if not agrees:
-            refuse(site, "a live server accepts -0.200", site.promote)
+            refuse(site, r"a live server \(SGLang\) accepts -0.200", site.promote)
     assert site.promote().number == 1
 
 
