@@ -119,7 +119,7 @@ class ExportSpec:
         """Return why no draft can be written for a target that scales its embeddings by `scale`; None if one can."""
         if not self.uses_unscaled_embeddings or scale == 1:
             return None
-        return f"the target multiplies its embeddings by {scale:.4g}, which this format's loaders do not do"
+        return f"the target multiplies its embeddings by {scale:.4g}, which its loaders do not do"
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _find_place(target: TargetSpec) -> tuple[int, Path]:
     """Return the port and spool folder of the entry's server."""
     server, where = target.capture.server, f"target {target.name}: capture.server"
     if not target.capture.backend.endswith("_server") or server.url is None or server.spool is None:
-        raise ConfigError(f"{where}: expected backend sglang_server or vllm_server, url and spool, such as {EXAMPLE}")
+        raise ConfigError(f"{where}: expected backend sglang_server or vllm_server, url and spool: {EXAMPLE}")
     place = urlsplit(server.url)
     if place.hostname not in (LOOPBACK, "localhost") or place.port is None or place.path.strip("/"):
         raise ConfigError(

@@ -386,7 +386,7 @@ def test_formats_whose_loaders_look_up_unscaled_embeddings_are_left_out(gemma: T
     choice = choose_formats(gemma.draft(strategy))
     assert choice.chosen == (BLOCKS[strategy],)
     assert choice.refused == {
-        f"speculators_{strategy}": "the target multiplies its embeddings by 4, which this format's loaders do not do"
+        f"speculators_{strategy}": "the target multiplies its embeddings by 4, which its loaders do not do"
     }
 
 

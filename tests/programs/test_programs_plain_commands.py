@@ -73,7 +73,7 @@ BY_HAND = {
     "compare a b --out x.pdf": "error: --out x.pdf: expected a name that ends in .html or .md",
     "compare tiny/eagle3 tiny/dflash": "error: tiny/eagle3: target tiny has no eagle3 draft yet",
     "export-features tiny out": "error: target tiny has the strategies dflash, eagle3: name one by --strategy",
-    "engine tiny": "error: target tiny: capture.server: expected backend sglang_server or vllm_server, url and spool, such as ",
+    "engine tiny": "error: target tiny: capture.server: expected backend sglang_server or vllm_server, url and spool: capture: ",
     "import nope out --target tiny": "error: nope: config.json is missing",
     "import nope out --target tny": "did you mean tiny?",
     "pin tiny eagle3_darft": "error: no asset 'eagle3_darft' was made yet",
