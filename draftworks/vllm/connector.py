@@ -53,6 +53,11 @@ class DraftworksConnector(KVConnectorBase_V1, SupportsHMA):
         self._finished = FinishedRequests(self._hand_over, group)
         self._reader: CacheReader | None = None
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Asked by vLLM from 0.33 on: its sleep moves the cache, and parts are read from where it was at the start."""
+        return False
+
     # The workers' side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

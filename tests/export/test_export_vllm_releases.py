@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,13 +12,14 @@ from typing import Any
 
 import pytest
 from export_toys import FORMATS, Toys
-from vllm_wheels import fetch_modules
+from vllm_wheels import fetch_modules, fetch_package
 
 from draftworks.export.conventions import RELEASES, VllmRelease, is_read, is_served_alone, name_releases
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
 
-WORKER = Path(__file__).with_name("vllm_config_worker.py")
+WORKER, COMMANDS = (Path(__file__).with_name(f"vllm_{name}_worker.py") for name in ("config", "commands"))
+VLLM = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
 OF_SPECULATORS = [name for name in FORMATS if name.startswith("speculators_")]
 KEYS = "eagle_aux_hidden_state_layer_ids"
 
@@ -94,3 +96,33 @@ def test_the_table_is_what_the_wheel_says(toys: Toys, release: VllmRelease):
             said = json.loads(command.partition("--speculative-config '")[2].removesuffix("'"))
             assert said["num_speculative_tokens"] == made["asked"]["num_speculative_tokens"]
             assert said["method"] == made["asked"]["method"]
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["runner V1", "runner V2"])
+def test_the_configuration_of_0_33_takes_every_command(toys: Toys, runner: str):
+    """Under 0.32's environment, as 0.33 has no build for CPUs. Each of its runners refuses what the other one serves: on a GPU
+    vLLM takes the one that serves it."""
+    files = []
+    for name in FORMATS:
+        draft, folder = toys.draft(FORMATS[name]), toys.folder / name
+        commands = load_format(draft.record.strategy, name).build_serve_commands(draft, str(folder))
+        printed = [command for command in commands.values() if command.startswith("vllm")]
+        if not printed or name == "target_mtp":  # of the target's own checkpoint, which is served live
+            continue
+        export_draft(draft, name, folder)
+        files.append(toys.folder / f"{name}.txt")
+        files[-1].write_text(printed[-1])
+    package = fetch_package("0.33", toys.folder)
+    own = {"PYTHONPATH": str(package), "VLLM_USE_V2_MODEL_RUNNER": runner, "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, **own, "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    asked = subprocess.run([VLLM, COMMANDS, *files], env=env, check=True, capture_output=True, text=True)
+    found = json.loads(asked.stdout.splitlines()[-1])
+    assert len(found) == len(files) > 8
+    served = {name: said for name, said in found.items() if f"Model Runner V{int(runner) + 1} does not" not in said}
+    assert not [said for said in served.values() if said.startswith("refused")]
+    assert {"zlab_dflash", "speculators_dflash", "speculators_eagle3"} <= served.keys()
+    assert (served.keys() >= found.keys() - {"speculators_peagle"}) == (runner == "1")
+    assert ("speculators_peagle" in served) == (runner == "0")
