@@ -25,12 +25,12 @@
 #
 # The others set up their environment first when needed. TORCH_INDEX chooses another build of torch, for example
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# and TEST_WORKERS how many tests run at a time.
+# and TEST_WORKERS how many tests run at a time: 2 unless it says so, 3 of `make test`, some of which wait.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 TARGET ?= tiny
-TEST_WORKERS ?= 2
+TEST_WORKERS ?=
 PORT ?= 3000
 BENCH ?=
 DEFECTS ?=
@@ -96,14 +96,14 @@ test: $(VENV)/ready .dagster/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/basedpyright > $(VENV)/types.log 2>&1 & types=$$!; trap 'kill $$types' INT TERM; \
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not vllm and not mooncake and not cluster and not ray and not trackers'; \
+	$(BIN)/python -m pytest -n $(or $(TEST_WORKERS),3) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not vllm and not mooncake and not cluster and not ray and not trackers'; \
 	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
 
 test-changed: $(VENV)/ready .dagster/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/basedpyright > $(VENV)/types.log 2>&1 & types=$$!; trap 'kill $$types' INT TERM; \
-	$(BIN)/python -m tools.changed_tests --since $(SINCE) -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder; \
+	$(BIN)/python -m tools.changed_tests --since $(SINCE) -n $(or $(TEST_WORKERS),3) --dist loadfile --no-loadscope-reorder; \
 	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
 
 # Room by room: what passed in this checkout is not run again. Another start: make test-long LONG="--only data cluster".
@@ -121,7 +121,7 @@ test-loaded: $(VENV)/ready .dagster/ready
 # instruction set is for Intel's processors only; its mode of compatible results is for all.)
 test-rounding: $(VENV)/ready
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
-		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile tests/programs/test_programs_train.py tests/training/test_training_best*.py \
+		$(BIN)/python -m pytest -n $(or $(TEST_WORKERS),2) --dist loadfile tests/programs/test_programs_train.py tests/training/test_training_best*.py \
 		tests/training/test_training_resume.py tests/evaluation/report/test_evaluation_comparison.py tests/export/test_export_readers.py
 
 test-speculators: $(VENV)/ready $(SPECULATORS)/ready
@@ -136,26 +136,26 @@ specforge-env: $(SPECFORGE)/ready
 
 # In the last test SGLang's hook puts into a real Mooncake.
 test-sglang: $(VENV)/ready $(SGLANG)/ready $(MOONCAKE)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'sglang and not mooncake and not long' $(call marked,sglang)
+	$(BIN)/python -m pytest -n $(or $(TEST_WORKERS),2) --dist loadfile --no-loadscope-reorder -m 'sglang and not mooncake and not long' $(call marked,sglang)
 	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest -m 'sglang and mooncake' $$(grep -l 'mark\.mooncake' $(call marked,sglang))
 
 sglang-env: $(SGLANG)/ready
 
 test-vllm: $(VENV)/ready $(VLLM)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'vllm and not long' $(call marked,vllm)
+	$(BIN)/python -m pytest -n $(or $(TEST_WORKERS),2) --dist loadfile --no-loadscope-reorder -m 'vllm and not long' $(call marked,vllm)
 
 vllm-env: $(VLLM)/ready
 
 # Its system libraries are found as those of any program are: where they are unpacked beside it, by LD_LIBRARY_PATH.
 test-mooncake: $(MOONCAKE)/ready
 	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" \
-		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'mooncake and not sglang and not long' $(call marked,mooncake)
+		$(MOONCAKE)/bin/python -m pytest -n $(or $(TEST_WORKERS),2) --dist loadfile --no-loadscope-reorder -m 'mooncake and not sglang and not long' $(call marked,mooncake)
 
 mooncake-env: $(MOONCAKE)/ready
 
 # The servers are real: one that cannot start is a failed test, and none is skipped.
 test-cluster: $(VENV)/ready .dagster/ready $(CLUSTER)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'cluster and not long' $(call marked,cluster)
+	$(BIN)/python -m pytest -n $(or $(TEST_WORKERS),2) --dist loadfile --no-loadscope-reorder -m 'cluster and not long' $(call marked,cluster)
 
 # Not part of CI: a cluster, its dashboard and its workers want a core and 3 GB for minutes.
 test-ray: $(RAY)/ready

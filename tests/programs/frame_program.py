@@ -65,8 +65,8 @@ def _step_for_ever(ctx: ProgramContext) -> None:
 
 
 def _wait_for_interrupt(run: FrameRun, ctx: ProgramContext) -> None:
-    (run.out / f"ready-{ctx.rank}").touch()
     try:
+        (run.out / f"ready-{ctx.rank}").touch()
         time.sleep(300)  # long for a busy machine too
     except Interrupted:
         time.sleep(0.5)  # a save takes a while

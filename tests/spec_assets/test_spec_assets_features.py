@@ -18,7 +18,7 @@ def captured(result: dg.ExecuteInProcessResult) -> dict[str, str]:
     return {name: metadata["cache"].value for name, metadata in found.items() if "cache" in metadata}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_in_another_kind_of_store_features_are_captured_anew_and_all_else_is_a_hit(finished_site, tmp_path):
     site = finished_site.copy(tmp_path)
     (tmp_path / "shared").mkdir()

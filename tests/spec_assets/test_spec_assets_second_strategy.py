@@ -21,7 +21,7 @@ def cached(result: dg.ExecuteInProcessResult) -> dict[str, str]:
     return {name: made.metadata["cache"].value for name, made in shown.items() if "cache" in made.metadata}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_strategy_with_another_tap_captures_that_alone_and_trains_nothing_else_again(finished_site, tmp_path):
     site = finished_site.copy(tmp_path)
     before = ArtifactStore(site.var).load_current("training_features", "small").summary
