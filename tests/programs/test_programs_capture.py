@@ -245,7 +245,9 @@ def refusal(root: Path) -> str:
 @pytest.mark.parametrize("server", [None, {"url": "http://elsewhere:30000", "spool": "/tmp/s"}])
 def test_an_entry_that_names_no_server_of_this_machine_is_refused(registry: Path, tiny_folder: Path, server):
     write_target(registry, tiny_folder, server)
-    expected = "url: expected http://127.0.0.1:PORT, found http://elsewhere:30000" if server else "url and spool: capture:"
+    expected = (
+        "url: expected http://127.0.0.1:PORT, found http://elsewhere:30000" if server else "url and spool: capture:"
+    )
     assert expected in refusal(registry)
 
 
