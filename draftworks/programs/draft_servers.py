@@ -255,7 +255,8 @@ def _run_process(process: ServerProcess[Any], run: ServeRun, ctx: ProgramContext
         yield run.url
         return
     ctx.log(f"starting {name} with {algorithm}, its log is {process.log}")
-    process.start()
+    with ctx.doing(f"{name} is starting"):
+        process.start()
     try:
         yield process.url
     except EngineError as error:
