@@ -174,7 +174,10 @@ def main(
                 if turn > 0:  # the first warms up
                     bare_s.append(times[0])
                     capture_s.append(times[1])
-    print(json.dumps(asdict(_summarize(target, model.name, sequences, length, bare_s, capture_s))))
+    found = _summarize(target, model.name, sequences, length, bare_s, capture_s)
+    print(f"{'model':>12} {'bare s':>7} {'capture s':>10} {'share':>6} {'MiB':>6}")
+    print(f"{found.model:>12} {found.bare_s:>7.3f} {found.capture_s:>10.3f} {found.share:>6.2f} {found.mib:>6.1f}")
+    print(json.dumps(asdict(found)))
 
 
 def _summarize(
