@@ -165,8 +165,7 @@ class Tick:
         self._unsubmitted = settlement.unsubmitted
         state = reader.read(self._busy, without=settlement.unsubmitted)
         self._outdated = reader.find_outdated(state.decisions)
-        blocking = {key: found.reason for key, found in self._outdated.items() if found.blocks}
-        self._state = replace(state, outdated={**blocking, **self._explain_missing_jobs(state), **state.outdated})
+        self._state = replace(state, outdated={**self._explain_missing_jobs(state), **state.outdated})
         self.damaged = state.damaged
 
     def _has_jobs(self, strategy: str) -> bool:
@@ -184,7 +183,7 @@ class Tick:
         A charge without a run, of a tick that did not end, is requested again by its key, which Dagster never starts
         twice; if it is not called for any more it is withdrawn.
         """
-        steps = self._reader.plan(self._state, self._now)
+        steps = self._reader.plan(self._state, self._now, self._outdated)
         starting = [step.charge for step in steps if step.charge is not None]
         file, budget = self._reader.budget_file, self._state.budget
         withdrawn = self._unsubmitted - {charge.id for charge in starting}

@@ -42,9 +42,14 @@ class Outdated:
 
 @dataclass(frozen=True)
 class FleetReader:
-    """Reads the state of all targets of a registry that have a decision."""
+    """Reads the state of all targets of a registry that have a decision.
+
+    Attributes:
+        digests: of targets' weights, for decisions that would start something; by default files that changed are read.
+    """
 
     registry: Registry
+    digests: FileDigests | None = None
 
     @property
     def budget_file(self) -> BudgetFile:
@@ -103,10 +108,14 @@ class FleetReader:
                 found[each.target, each.strategy] = outdated
         return found
 
-    def plan(self, state: FleetState, now: float) -> list[Step]:
+    def plan(
+        self, state: FleetState, now: float, outdated: Mapping[tuple[str, str], Outdated] | None = None
+    ) -> list[Step]:
         """Return the steps that start now, see `plan_actions`; none for weights that were replaced since the
-        decision."""
-        digests = FileDigests(self.registry.resolve_var_folder() / "digests.json")
+        decision, and none of `outdated`, as `find_outdated` returns them, that block."""
+        blocking = {key: found.reason for key, found in (outdated or {}).items() if found.blocks}
+        state = replace(state, outdated={**blocking, **state.outdated})
+        digests = self.digests or FileDigests(self.registry.resolve_var_folder() / "digests.json")
         decisions = {(each.target, each.strategy): each for each in state.decisions}
         looked_at: set[tuple[str, str]] = set()
         while True:

@@ -34,6 +34,8 @@ from draftworks.targets.registry import Registry
 OTHER_WEIGHTS = "weights of the target"
 """Begin of a change, as `draftworks.fleet.staleness` says it."""
 MOST_ADVICE = 20
+SERVED = "rung6_served_acc_len"
+"""Of servers' own counters; no report has it."""
 
 
 class Need(IntEnum):
@@ -70,6 +72,36 @@ WORDS = {
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """Accepted tokens per pass, with the bounds of an interval where there is one; `metric` says of what."""
+
+    metric: str
+    value: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of_score(cls, score: RungScore) -> Accepted | None:
+        return None if score.value is None else cls(score.metric, score.value, score.low, score.high)
+
+    @classmethod
+    def of_windows(cls, found: WindowAcceptance) -> Accepted | None:
+        bounds = (None, None) if found.interval is None else (found.interval.low, found.interval.high)
+        return None if found.value is None else cls(SERVED, found.value, *bounds)
+
+    def describe(self) -> str:
+        if self.low is None or self.high is None:
+            return format_length(self.value)
+        return f"{format_length(self.value)} ±{max(self.high - self.value, self.value - self.low):.2f}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values as JSON, the target's own token counted, as servers print them."""
+        numbers = {"value": self.value, "low": self.low, "high": self.high}
+        counted = {name: None if number is None else count_own_token(number) for name, number in numbers.items()}
+        return {"metric": self.metric, **counted}
+
+
+@dataclass(frozen=True)
 class DraftStatus:
     """A strategy of a target, or a target whose entry cannot be read (strategy empty).
 
@@ -88,8 +120,8 @@ class DraftStatus:
 
     target: str
     strategy: str
-    promised: RungScore | None = None
-    served: WindowAcceptance | None = None
+    promised: Accepted | None = None
+    served: Accepted | None = None
     draft: str | None = None
     since: str | None = None
     newer: float | None = None
@@ -107,8 +139,8 @@ class DraftStatus:
         """Return the values as JSON; acceptance lengths count the target's own token, as servers print them."""
         return {
             **asdict(self),
-            "promised": _count_own(self.promised),
-            "served": None if self.served is None else _count_own_of(self.served),
+            "promised": None if self.promised is None else self.promised.to_json(),
+            "served": None if self.served is None else self.served.to_json(),
             "stale_for": list(self.stale_for),
             "need": self.need.name.lower(),
         }
@@ -136,7 +168,7 @@ def read_status(registry: Registry, targets: Iterable[str] | None, now: float) -
     var = registry.resolve_var_folder()
     fleet = Fleet(registry, ArtifactStore(var), _LookedAtDigests(var / "digests.json")).read_once()
     wanted = None if targets is None else {registry.find_target_file(name).stem for name in targets}
-    steps = _plan_steps(registry, now)
+    steps = _plan_steps(fleet, now)
     found = [
         _assess(fleet, standing, steps.get((standing.target, standing.strategy)))
         for standing in fleet.standings(wanted)
@@ -144,13 +176,12 @@ def read_status(registry: Registry, targets: Iterable[str] | None, now: float) -
     return sorted(found, key=lambda one: (one.need, one.target, one.strategy))
 
 
-def _plan_steps(registry: Registry, now: float) -> Mapping[tuple[str, str], Step]:
+def _plan_steps(fleet: Fleet, now: float) -> Mapping[tuple[str, str], Step]:
     """Return what follows from each decision; nothing where decisions cannot be read, which `draftworks decisions` tells."""
-    reader = FleetReader(registry)
+    reader = FleetReader(fleet.registry, fleet.digests)
     try:
         state = reader.read(busy={})
-        blocking = {key: one.reason for key, one in reader.find_outdated(state.decisions).items() if one.blocks}
-        steps = reader.plan(replace(state, outdated={**blocking, **state.outdated}), now)
+        steps = reader.plan(state, now, reader.find_outdated(state.decisions))
     except DraftworksError:
         return {}
     return {(step.target, step.strategy): step for step in steps}
@@ -172,7 +203,7 @@ def _assess(fleet: Fleet, standing: Standing, step: Step | None) -> DraftStatus:
     found = DraftStatus(
         name,
         strategy,
-        promised=None if promised is None else promised.score,
+        promised=None if promised is None else Accepted.of_score(promised.score),
         served=_find_least(servers),
         draft=None if record is None else record.draft.digest,
         since=None if record is None else record.when,
@@ -242,9 +273,9 @@ def _recall_servers(fleet: Fleet, target: TargetSpec, strategy: str) -> list[Ser
     return assess_all(observations, target.observation, fleet.artifacts, target.name)
 
 
-def _find_least(servers: Iterable[ServerStanding]) -> WindowAcceptance | None:
-    read = [one.now for one in servers if one.now is not None and one.now.value is not None]
-    return min(read, key=lambda one: one.value or 0.0, default=None)
+def _find_least(servers: Iterable[ServerStanding]) -> Accepted | None:
+    read = [Accepted.of_windows(one.now) for one in servers if one.now is not None]
+    return min((one for one in read if one is not None), key=lambda one: one.value, default=None)
 
 
 def _compare(latest: ReportScore | None, promised: ReportScore | None) -> float | None:
@@ -264,8 +295,8 @@ def describe_row(status: DraftStatus) -> dict[str, str]:
     """Return the texts of one row of the table."""
     return {
         "draft": status.name,
-        f"{SYMBOL} promised": _format_score(status.promised),
-        f"{SYMBOL} served": _format_served(status.served),
+        f"{SYMBOL} promised": "–" if status.promised is None else status.promised.describe(),
+        f"{SYMBOL} served": "–" if status.served is None else status.served.describe(),
         "since": "–" if status.since is None else f"{datetime.fromisoformat(status.since):%Y-%m-%d}",
         "needs": WORDS[status.need],
     }
@@ -281,42 +312,3 @@ def list_advice(found: Sequence[DraftStatus], most: int = MOST_ADVICE) -> Iterat
         yield f"    {one.command}"
     if len(needy) > most:
         yield f"and {format_count(len(needy) - most, 'draft')} more: --json, or draftworks status TARGET"
-
-
-def _format_score(score: RungScore | None) -> str:
-    if score is None or score.value is None:
-        return "–"
-    return _format_value(score.value, score.low, score.high)
-
-
-def _format_served(found: WindowAcceptance | None) -> str:
-    if found is None or found.value is None:
-        return "–"
-    low, high = (None, None) if found.interval is None else (found.interval.low, found.interval.high)
-    return _format_value(found.value, low, high)
-
-
-def _format_value(value: float, low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        return format_length(value)
-    return f"{format_length(value)} ±{max(high - value, value - low):.2f}"
-
-
-def _count_own(score: RungScore | None) -> dict[str, Any] | None:
-    if score is None or score.value is None:
-        return None
-    return {"metric": score.metric, **_shift(score.value, score.low, score.high)}
-
-
-def _count_own_of(found: WindowAcceptance) -> dict[str, Any]:
-    interval = found.interval
-    low, high = (None, None) if interval is None else (interval.low, interval.high)
-    return {**_shift(found.value or 0.0, low, high), "passes": found.passes, "windows": found.windows}
-
-
-def _shift(value: float, low: float | None, high: float | None) -> dict[str, float | None]:
-    return {
-        "value": count_own_token(value),
-        "low": None if low is None else count_own_token(low),
-        "high": None if high is None else count_own_token(high),
-    }

@@ -233,17 +233,13 @@ START_NEEDS_DAEMON = (
 
 def decisions(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     """List every decision with what it waits for, the most urgent first, and what is used of the budget."""
-    from dataclasses import replace
-
     from draftworks.decision.fleet_state import FleetReader
     from draftworks.decision.queue import Action
 
     try:
         reader, now = FleetReader(Registry(registry)), time.time()
         state = reader.read(busy={})
-        outdated = reader.find_outdated(state.decisions)
-        blocking = {key: found.reason for key, found in outdated.items() if found.blocks}
-        steps = reader.plan(replace(state, outdated={**blocking, **state.outdated}), now)
+        steps = reader.plan(state, now, reader.find_outdated(state.decisions))
     except DraftworksError as error:
         raise report_error(error) from None
     for line in state.damaged:

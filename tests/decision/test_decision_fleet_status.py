@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from acting_fleet import ActingFleet
 from measured_fleet import MeasuredFleet, may, walk
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from draftworks.evaluation.report import text_tables
 from draftworks.programs.cli import app
 from draftworks.service.register import InService, ServedDraft, ServiceRegister
 from draftworks.storage import identity
+from draftworks.targets.registry import Registry
 
 NOW = may(9).timestamp()
 
@@ -111,3 +113,15 @@ def test_it_fits_eighty_columns_and_says_the_same_as_json(fleet: MeasuredFleet, 
     [draft] = json.loads(told.stdout)["drafts"]
     assert (draft["target"], draft["promised"]["value"], draft["need"]) == ("other", 3.5, "not_served")
     assert draft["command"] in shown.stdout
+
+
+def test_a_decision_that_would_start_reads_no_weights_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    acting = ActingFleet(tmp_path)
+    acting.set_budget(100.0)
+    acting.add("one")
+    registry = Registry(acting.fleet.registry)
+    [weights] = (registry.root / registry.load_target("one").model).glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes() + b" ")
+    monkeypatch.setattr(identity, "file_digest", lambda path: pytest.fail(f"{path} was read"))
+    [found] = read_status(registry, None, NOW)
+    assert "not looked at" in found.next

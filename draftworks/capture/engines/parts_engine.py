@@ -113,9 +113,9 @@ class PartsEngine(TargetEngine):
         hosts = self._host.list_members()
         return (self,) if len(hosts) == 1 else [self._make_member(host) for host in hosts]
 
+    @abstractmethod
     def _make_member(self, host: EngineHost[Any]) -> PartsEngine:
         """Return an engine on one of several servers, which asks once."""
-        raise NotImplementedError
 
     @property
     def url(self) -> str:
