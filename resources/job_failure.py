@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Mapping, Sequence
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import dagster as dg
@@ -14,13 +17,20 @@ from resources.torch_job import JobStatus, RunDir, TorchJob
 
 _KILLED = {-9, 128 + 9}
 """Exit codes of a process that SIGKILL ended, and of a shell whose process it ended."""
+_SILENT_DEATH = re.compile(
+    r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<local_rank>\d+) \(pid: (?P<pid>\d+)\)"
+)
+"""torchrun's words on the rank that it saw fail first, if a signal ended it."""
+_MOST_LINES, _MOST_STACK_LINES = 500, 20
+"""Of the log's end that are searched; of the dead rank's stack, as faulthandler writes it, that are shown."""
 
 
 def describe_job_failure(job: TorchJob, files: RunDir, status: JobStatus, metadata: Mapping[str, Any]) -> dg.Failure:
     """Return the failure of a job that exited with an error.
 
     Its description is the first failed rank's message with the traceback; for a user's error the message alone, and no
-    retries; if no rank left an error file (killed, or died before it could), the last lines of the log.
+    retries; if no rank left an error file (killed, or died before it could), the last lines of the log. Where a signal
+    ended one rank, and the others failed because of it, that comes before their message.
     """
     metadata = {**metadata, "state": status.state.value}
     if status.exit_code is not None:
@@ -41,7 +51,25 @@ def describe_job_failure(job: TorchJob, files: RunDir, status: JobStatus, metada
         return dg.Failure(f"{first.message}. Run it again: it continues from there.", metadata)
     if first.user_error:
         return dg.Failure(first.message, metadata, allow_retries=False)
-    return dg.Failure(f"{_format_headline(first)}\n\n{first.traceback}", metadata)
+    died = _describe_silent_death(files)
+    return dg.Failure(f"{died}{_format_headline(first)}\n\n{first.traceback}", metadata)
+
+
+def _describe_silent_death(files: RunDir) -> str:
+    """Return what is known of a rank that a signal ended before all others failed, and a blank line; else nothing."""
+    lines = read_last_lines(files.log, _MOST_LINES)
+    found = next((match for line in lines if (match := _SILENT_DEATH.search(line))), None)
+    if found is None:
+        return ""
+    number = int(found["signal"])
+    name = f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
+    said = [f"local rank {found['local_rank']} (pid {found['pid']}) was ended by signal {number}{name}."]
+    if -number in _KILLED:
+        said.append(f"{LESS_MEMORY}.")
+    after = dropwhile(lambda line: not line.startswith("Fatal Python error"), lines)
+    current = dropwhile(lambda line: not line.startswith("Current thread"), after)
+    stack = [*takewhile(str.strip, current)][:_MOST_STACK_LINES]
+    return "\n".join([" ".join(said), *stack, "What another rank said of it:", "", ""])
 
 
 def is_interrupted(files: RunDir) -> bool:

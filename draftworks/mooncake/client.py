@@ -62,6 +62,8 @@ class MooncakeClient:
         self._pinned.with_hard_pin = True  # otherwise Mooncake evicts what nobody has read yet, silently
         self._registered: dict[tuple[int, int], int] = {}
         self._lock = RLock()
+        self._calls = 0
+        self._closed = False
         self._library_store = self._set_up(library, segment_bytes)
 
     @property
@@ -190,6 +192,7 @@ class MooncakeClient:
         """Register a region, which may be registered already; False if it overlaps another one."""
         place = (region.pointer, region.nbytes)
         with self._lock:
+            self._require_open()
             if place not in self._registered and self._library_store.register_buffer(*place) != 0:
                 return False
             self._registered[place] = self._registered.get(place, 0) + 1
@@ -201,10 +204,21 @@ class MooncakeClient:
             self._registered[place] -= 1
             if not self._registered[place]:
                 del self._registered[place]
-                self._library_store.unregister_buffer(region.pointer)
+                if not self._closed:
+                    self._library_store.unregister_buffer(region.pointer)
 
     def close(self) -> None:
-        self._call(self._library_store.close)
+        """Leave the store. Calls of other threads come to their end first; later ones raise StoreLostError.
+
+        The library ends the process by SIGSEGV where it is called, or is at work, after its `close`.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            at_work = self._calls > 0
+        if not at_work:
+            self._bounded(self._library_store.close)
 
     def _set_up(self, library: ModuleType, segment_bytes: int) -> Any:
         """Return a store of the library, set up. It tries again, also because it may pick a port that is taken.
@@ -260,7 +274,37 @@ class MooncakeClient:
         return self.address.timeout_s + nbytes / SLOWEST_BYTES_PER_S
 
     def _call(self, function: Callable[..., Any], *arguments: Any, nbytes: int = 0, keeps: Any = None) -> Any:
-        """Call the library and return its answer.
+        """Call the library and return its answer; see `_bounded`.
+
+        Raises:
+            StoreLostError: no answer in time, or this connection is closed.
+        """
+        with self._lock:
+            self._require_open()
+            self._calls += 1
+
+        def call() -> Any:
+            try:
+                return function(*arguments)
+            finally:
+                self._end_call()
+
+        return self._bounded(call, nbytes=nbytes, keeps=keeps)
+
+    def _end_call(self) -> None:
+        """Count a call as ended; the last one of a connection that is closed meanwhile closes the library's."""
+        with self._lock:
+            self._calls -= 1
+            last = self._closed and not self._calls
+        if last:
+            self._library_store.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreLostError(f"{self.where}: this connection was closed meanwhile")
+
+    def _bounded(self, function: Callable[[], Any], nbytes: int = 0, keeps: Any = None) -> Any:
+        """Call a function and return its answer.
 
         The call runs in a thread that is left behind if there is no answer in time; `keeps` lives as long as it.
 
@@ -271,7 +315,7 @@ class MooncakeClient:
 
         def work(_keeps: Any = keeps) -> None:
             try:
-                done.set_result(function(*arguments))
+                done.set_result(function())
             except BaseException as error:
                 done.set_exception(error)
 

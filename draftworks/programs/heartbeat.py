@@ -63,7 +63,9 @@ class HeartbeatRecord:
 
 
 class Heartbeat:
-    """Writes a rank's `HeartbeatRecord` once a second from its own thread; SIGUSR1 prints the stacks of all threads.
+    """Writes a rank's `HeartbeatRecord` once a second from its own thread.
+
+    From then on SIGUSR1 prints the stacks of all threads, and so does a fault in native code, which ends the process.
 
     Must be made in the main thread.
     """
@@ -76,6 +78,7 @@ class Heartbeat:
         self._over = threading.Event()
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
+        faulthandler.enable()
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, all_threads=True)
         self._write(ended=False)

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -251,6 +252,34 @@ def test_a_stopped_process_is_told_within_the_timeout(tmp_path: Path, victim: st
             StoreLostError, match=rf"toys .* is lost|toys .* has not answered for {client.address.timeout_s:.0f} s"
         ):
             client.read_owner()
+
+
+CALLS: tuple[Callable[[MooncakeClient], object], ...] = (
+    lambda client: client.exist(["toys/a"]),
+    lambda client: client.sizes(["toys/a"]),
+    lambda client: client.remove(["toys/a"], force=True),
+    lambda client: client.put_small({"toys/a": b"a"}),
+    lambda client: client.read_small(["toys/a"]),
+)
+
+
+def test_a_closed_connection_is_told_and_a_call_under_way_comes_to_its_end(tmp_path: Path):
+    """The library itself ends the process by SIGSEGV in both cases."""
+    with running_mooncake(tmp_path) as service, ThreadPoolExecutor(1) as another:
+        client = MooncakeClient(service.address)
+        master = psutil.Process(service.pid("master"))
+        master.suspend()
+        wait_until(lambda: master.status() == psutil.STATUS_STOPPED)
+        sizes = another.submit(client.sizes, ["toys/a", "toys/b", "toys/c"])
+        wait_until(lambda: client._calls == 1)
+        client.close()
+        master.resume()
+        assert sizes.result() == [Code.ABSENT] * 3
+        wait_until(lambda: client._calls == 0)
+        for call in CALLS:
+            with pytest.raises(StoreLostError, match="toys .*: this connection was closed meanwhile"):
+                call(client)
+        client.close()
 
 
 def test_a_dead_master_is_told_and_a_new_one_has_forgotten_all(tmp_path: Path):

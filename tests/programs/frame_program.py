@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 from typing import Any
 
@@ -32,6 +33,8 @@ def work(run: FrameRun, ctx: ProgramContext) -> dict[str, Any]:
         if ctx.rank == run.ranks - 1:
             raise RuntimeError("a ghost in the machine")
         time.sleep(60)
+    if run.task in ("fault", "killed"):
+        _die_in_the_midst(run, ctx)
     if run.task == "user_error":
         raise ConfigError("taps: expected at most 8, found 9. Use fewer.")
     if run.task == "meet and wait":
@@ -54,6 +57,14 @@ def _sum_of_ranks() -> int:
         total = torch.tensor(dist.get_rank())
         dist.all_reduce(total)
         return int(total)
+
+
+def _die_in_the_midst(run: FrameRun, ctx: ProgramContext) -> None:
+    with open_process_group("cpu"):
+        dist.all_reduce(torch.tensor(1))
+        if ctx.rank == 0:
+            signal.raise_signal(signal.SIGSEGV if run.task == "fault" else signal.SIGKILL)
+        dist.all_reduce(torch.tensor(1))
 
 
 def _step_for_ever(ctx: ProgramContext) -> None:

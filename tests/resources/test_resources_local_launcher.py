@@ -143,6 +143,21 @@ def test_first_failed_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
     assert "a ghost" in Path(failure.metadata["log"].path).read_text()
 
 
+@pytest.mark.parametrize(
+    ("task", "ended", "where"),
+    [("fault", "11 (SIGSEGV)", "in _die_in_the_midst"), ("killed", "9 (SIGKILL)", LESS_MEMORY)],
+)
+def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(
+    task: str, ended: str, where: str, tmp_path: Path
+) -> None:
+    """Otherwise a reader looks for the fault in the network."""
+    description = launch(framed(task, tmp_path), tmp_path).failure.description
+    assert re.match(rf"local rank 0 \(pid \d+\) was ended by signal {re.escape(ended)}\.", description)
+    cause, other = description.split("What another rank said of it:")
+    assert where in cause
+    assert other.strip().startswith("rank 1: RuntimeError:")
+
+
 def test_user_error_shows_its_message_alone_and_is_not_retried(tmp_path: Path) -> None:
     outcome = launch(framed("user_error", tmp_path), tmp_path, retries=2)
     assert outcome.failure.description == "taps: expected at most 8, found 9. Use fewer."
