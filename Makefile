@@ -231,7 +231,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,test,tensorboard,postgres,kubernetes,s3,gguf]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,test,tensorboard,postgres,kubernetes,s3,gguf,record]'
 	@touch $@
 
 $(VENV)/docs-ready: $(VENV)/ready

@@ -61,6 +61,7 @@ COMMANDS = {
     "object_storage": "python benchmarks/object_storage.py --server --rounds 9 --trainings 3 --steps 8",
     "fp8_features": "python benchmarks/fp8_features.py --rounds 5 --samples 4",
     "mooncake_store": f"env LD_LIBRARY_PATH={MOONCAKE_LIBRARIES} .venv-mooncake/bin/python benchmarks/mooncake_store.py",
+    "record_proxy": "python benchmarks/record_proxy.py",
     "slurm_start": "python benchmarks/slurm_start.py",
     "decisions": "python benchmarks/decisions.py --repeats 5",
     "code_location": "python benchmarks/code_location.py",

@@ -253,6 +253,12 @@ COMMANDS = {
         "Read the counters of a target's servers, and show what they accept beside their first hours and the walk.",
         SEE,
     ),
+    "record": CommandPlace(
+        "record",
+        "record",
+        "Stand in front of a server, pass everything through, and write one line a request: what its draft accepted.",
+        SEE,
+    ),
     "promote": CommandPlace(
         "service_commands",
         "promote",

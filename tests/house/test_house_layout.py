@@ -23,6 +23,7 @@ ROOMS = [
         "stream",
         "service",
         "production",
+        "recording",
         "fleet",
         "planning",
         "decision",

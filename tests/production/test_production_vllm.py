@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from observed_site import ObservedSite
 from ports import reserve_port
 from processes import wait_until_ended
 from random_exports import speculators_eagle3
+from recording_site import CHAT, read_lines, recording_site, whole
 from waiting import HANG_S
 
 from draftworks.config.run_files import TargetFiles
@@ -99,6 +101,33 @@ def test_a_server_in_development_mode_names_its_draft(production: Production):
     assert config is not None
     assert config["speculative_config"]["model"] == str(production.draft)
     assert config["speculative_config"]["num_speculative_tokens"] == PROPOSED
+
+
+def test_what_the_proxy_records_is_what_the_server_counts(production: Production, tmp_path: Path):
+    """Of whole and streamed answers, one of which nobody asked the counts of."""
+    question = {"model": "ours", "messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 12}
+    streamed = {**question, "temperature": 0, "stream": True}
+
+    async def record() -> list[SpeculatedAnswer]:
+        async with recording_site(tmp_path, whole(b""), None, upstream=production.server.url, looks=True) as site:
+            with VLLMClient(site.proxy.url, HANG_S) as client:
+                answers = await asyncio.to_thread(ask, client)
+            async with site.client.post(site.proxy.url + CHAT, json=streamed) as answer:
+                assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+            await site.read_lines()
+            return answers
+
+    before = production.client.get_counters()
+    answers = asyncio.run(record())
+    counters = production.client.get_counters().subtract(before)
+    *lines, chat = read_lines(tmp_path)
+    assert [(line.passes, line.histogram) for line in lines] == [(each.passes, each.histogram) for each in answers]
+    assert sum(line.passes or 0 for line in (*lines, chat)) == counters.passes
+    assert sum(line.completion_tokens or 0 for line in (*lines, chat)) == counters.tokens
+    assert (chat.finish, chat.temperature, chat.answers, sum(chat.per_pass or ())) == ("length", 0, 1, chat.accepted)
+    assert {(line.engine, line.draft, line.lossy) for line in (*lines, chat)} == {
+        ("vllm", str(production.draft), False)
+    }
 
 
 EXPAND = """

@@ -4,6 +4,7 @@
   `choices` beside it;
 * `{"request": BODY, "response": …}`, where the request may also be `{"body": BODY}`;
 * a line of OpenAI's Batch API: `{"custom_id": …, "url": "/v1/chat/completions", "body": BODY}`;
+* a line of `draftworks record --text`: `{…, "text": BODY}`;
 * SGLang's JSON log: `{"timestamp": …, "event": "request.received.openai", "obj": BODY}`; its other events repeat the same
   request as tokens or rendered text and are passed over.
 
@@ -80,7 +81,7 @@ def parse_served(row: Any, source_field: str | None = None) -> ServedPrompt | No
 
 
 def find_body(row: Mapping[str, Any]) -> Any:
-    for key in ("request", "body"):
+    for key in ("request", "body", "text"):
         inner = row.get(key)
         if isinstance(inner, dict):
             return inner["body"] if isinstance(inner.get("body"), dict) else inner
