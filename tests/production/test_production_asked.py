@@ -72,6 +72,8 @@ def test_completions_are_known_by_their_tokens_or_their_text():
     assert found == AskedFacts(None, "en", None, None, 13, 0.0, 3, digest_text("the end of it"))
 
 
-@pytest.mark.parametrize("odd", [{"temperature": "0"}, {"temperature": True}, {"n": 0}, {"n": 1.5}, {"sampling_params": 1}])
+@pytest.mark.parametrize(
+    "odd", [{"temperature": "0"}, {"temperature": True}, {"n": 0}, {"n": 1.5}, {"sampling_params": 1}]
+)
 def test_settings_of_another_form_are_not_known(odd: dict[str, Any]):
     assert (read_asked(odd).temperature, read_asked(odd).answers) == (None, 1)

@@ -177,7 +177,11 @@ def test_a_stream_says_it_in_its_last_chunks():
         {"id": "c", "model": "m", "choices": [], "usage": USAGE, "metrics": {"speculative_decoding": VLLM_SUMMARY}},
     ]
     assert read_answer("vllm", chunks) == AnswerFacts("c", "m", None, 9, 8, "length", 1, COUNTED)
-    of_sglang = [*chunks[:2], {"choices": [], "sglext": {"spec_tokens_details": SGLANG}}, {"choices": [], "usage": USAGE}]
+    of_sglang = [
+        *chunks[:2],
+        {"choices": [], "sglext": {"spec_tokens_details": SGLANG}},
+        {"choices": [], "usage": USAGE},
+    ]
     assert read_answer("sglang", of_sglang).counts == RequestCounts(4, 12, 3, (2, 1, 1))
 
 
