@@ -23,7 +23,16 @@ Engine = Literal["vllm", "sglang", "llamacpp"]
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang", "llamacpp")
 _LARGEST = 2**53
 _TEXTS = ("id", "server", "engine", "model", "draft", "weight_version", "source", "language", "finish", "prompt")
-_COUNTS = ("turn", "prompt_tokens", "completion_tokens", "prompt_characters", "answers", "passes", "drafted", "accepted")
+_COUNTS = (
+    "turn",
+    "prompt_tokens",
+    "completion_tokens",
+    "prompt_characters",
+    "answers",
+    "passes",
+    "drafted",
+    "accepted",
+)
 _LISTS = ("histogram", "per_pass")
 _FLAGS = ("thinking", "lossy")
 _ALWAYS = ("id", "server", "engine")
@@ -304,10 +313,13 @@ def detect_engine(answer: Mapping[str, Any]) -> Engine | None:
     return "llamacpp" if isinstance(timings, Mapping) and "predicted_n" in timings else None
 
 
-def read_answer(engine: str, objects: Iterable[Mapping[str, Any]]) -> AnswerFacts:
+def read_answer(engine: str | None, objects: Iterable[Mapping[str, Any]]) -> AnswerFacts:
     """Return the facts of an answer: of one object, or of all objects of a stream in their order, the last that says it.
 
     Nothing is raised: what has another form is not known, and contradictory counts are a `problem`.
+
+    Args:
+        engine: None if it is not known, which leaves out the counts.
     """
     found: dict[str, Any] = {}
     choices: set[int] = set()
@@ -315,7 +327,7 @@ def read_answer(engine: str, objects: Iterable[Mapping[str, Any]]) -> AnswerFact
         found |= {name: value for name, value in _read_object(each).items() if value is not None}
         choices |= _number_choices(each)
         try:
-            counts = read_counts(engine, each)
+            counts = None if engine is None else read_counts(engine, each)
         except EngineError as error:
             found["problem"] = str(error)
             continue

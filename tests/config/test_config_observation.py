@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from draftworks.config.operations import ObservationSpec, ObservedServerSpec
+from draftworks.config.observation import ObservationSpec, ObservedServerSpec
 from draftworks.config.registry_files import TargetSpec
 
 SERVER = {"name": "front", "url": "https://a.example:30000/", "kind": "sglang", "strategy": "eagle3"}

@@ -30,13 +30,12 @@ from draftworks.config.features import (
     WatermarkSpec,
 )
 from draftworks.config.launchers import KINDS
+from draftworks.config.observation import ObservationSpec, ObservedServerSpec
 from draftworks.config.operations import (
     BudgetSpec,
     DecisionSpec,
     DeploymentSpec,
     NotificationSpec,
-    ObservationSpec,
-    ObservedServerSpec,
     PricesSpec,
     RetentionSpec,
 )
