@@ -22,6 +22,7 @@ from draftworks.targets.registry import Registry
 if TYPE_CHECKING:
     from draftworks.production.observer import Observation, Observer
     from draftworks.production.served_logs import ServedLogs
+    from draftworks.production.silent_servers import SilentServer
     from draftworks.production.standing import ServerStanding
 
 
@@ -42,6 +43,7 @@ def observe(
     hours and the walk."""
     from draftworks.production.observer import Observer
     from draftworks.production.served_logs import read_served_logs
+    from draftworks.production.silent_servers import explain_standing
     from draftworks.production.standing import assess_all
 
     observations: list[Observation] = []
@@ -53,10 +55,11 @@ def observe(
             observer = Observer.of(spec, found.root, artifacts.root)
             observations = observer.recall() if no_read else _observe_for(observer, every, duration or 0.0)
         standings = assess_all(observations, spec.observation, artifacts, target)
+        silent = [] if no_read else [explain_standing(one, artifacts.root, target) for one in standings]
         logs = None if spec.observation.requests is None else read_served_logs(spec, found.root, artifacts)
     except DraftworksError as error:
         raise report_error(error) from None
-    _print(target, standings, logs, as_json)
+    _print(target, standings, [one for one in silent if one is not None], logs, as_json)
     if any(one.problem for one in observations):
         raise typer.Exit(1)
 
@@ -93,18 +96,25 @@ def _observe_once(observer: Observer) -> list[Observation]:
     return observations
 
 
-def _print(target: str, standings: Sequence[ServerStanding], logs: ServedLogs | None, as_json: bool) -> None:
+def _print(
+    target: str,
+    standings: Sequence[ServerStanding],
+    silent: Sequence[SilentServer],
+    logs: ServedLogs | None,
+    as_json: bool,
+) -> None:
     from draftworks.production import served_view
     from draftworks.production.standing import CAPTION, COLUMNS, format_row, list_notes, to_json
 
     if as_json:
         requests = {} if logs is None else {"requests": served_view.to_json(logs)}
-        typer.echo(json.dumps({"target": target, "servers": list(map(to_json, standings)), **requests}))
+        causes = {"silent": [one.to_json() for one in silent]} if silent else {}
+        typer.echo(json.dumps({"target": target, "servers": list(map(to_json, standings)), **causes, **requests}))
         return
     if standings or logs is None:
         rows = tuple(map(format_row, standings))
         print_table(TextTable(f"servers of {target}", COLUMNS, rows, CAPTION, digests=frozenset(("draft",))))
-        for note in list_notes(standings):
+        for note in [*(line for one in silent for line in one.list_lines()), *list_notes(standings)]:
             print_text(note)
     if logs is not None:
         _print_requests(target, logs)

@@ -62,7 +62,7 @@ def record(
     except DraftworksError as error:
         raise report_error(error) from None
 
-    from draftworks.recording.engine_look import EngineFacts
+    from draftworks.production.serving_facts import ServingFacts
     from draftworks.recording.line_files import LineFiles
     from draftworks.recording.line_writer import LineWriter
     from draftworks.recording.proxy import ProxyOptions
@@ -76,7 +76,7 @@ def record(
         _tell(f"warning: {problem}. Requests pass; nothing is recorded until this is mended")
     maker = LineMaker(name or urlsplit(address).netloc, _tell, kinds, draft)
     writer = LineWriter(files, maker.make, _tell)
-    known = EngineFacts() if engine == AUTO else EngineFacts(engine)  # type: ignore[arg-type]
+    known = ServingFacts() if engine == AUTO else ServingFacts(engine)  # type: ignore[arg-type]
     options = ProxyOptions(address, build_headers(key), source_header, not no_ask, known)
     try:
         run_proxy(options, writer, Place(host, port), grace, _tell)

@@ -19,9 +19,10 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from draftworks.production.requests import ABORT
+from draftworks.production.serving_facts import ServingFacts
 from draftworks.recording.answer_pieces import AnswerPieces
 from draftworks.recording.asked_body import AskedBody, is_recorded, read_body
-from draftworks.recording.engine_look import EngineFacts, EngineLook
+from draftworks.recording.engine_look import EngineLook
 from draftworks.recording.line_writer import LineWriter
 from draftworks.recording.request_lines import BROKEN, SeenRequest
 
@@ -64,7 +65,7 @@ class ProxyOptions:
     look_headers: dict[str, str] = field(default_factory=dict)
     source_header: str | None = None
     asks: bool = True
-    facts: EngineFacts = field(default_factory=EngineFacts)
+    facts: ServingFacts = field(default_factory=ServingFacts)
     looks: bool = True
 
 

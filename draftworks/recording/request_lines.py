@@ -11,8 +11,8 @@ from draftworks.data.served.secrets import find_secret, mask_text
 from draftworks.data.served.shapes import MAX_SOURCE_LENGTH, is_unicode
 from draftworks.production.asked import AskedFacts, read_asked
 from draftworks.production.requests import ABORT, AnswerFacts, ServedRequest, detect_engine, read_answer
+from draftworks.production.serving_facts import ServingFacts
 from draftworks.recording.answer_pieces import AnswerPieces
-from draftworks.recording.engine_look import EngineFacts
 
 BROKEN = "error"
 """`finish` of a request whose answer the server broke off."""
@@ -46,7 +46,7 @@ class SeenRequest:
     path: str
     values: Mapping[str, Any] | None
     body_bytes: int
-    facts: EngineFacts
+    facts: ServingFacts
     source: str | None = None
     status: int | None = None
     pieces: AnswerPieces | None = None

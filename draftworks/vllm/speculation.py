@@ -11,15 +11,16 @@ from typing import Any
 from draftworks.errors import ConfigError
 
 OPTION = "--speculative-config"
-_RUNNER_V2 = ("dflash2", "dspark", "lilicorr", "xpress")
+RUNNER_V2 = ("dflash2", "dspark", "lilicorr", "xpress")
 """Kinds of drafts, as in the names of their classes, that vLLM's Model Runner V2 has alone, which needs Triton."""
 
 
-def parse_speculation(command: str, placeholder: str, draft: Path, draft_tokens: int) -> dict[str, Any]:
+def parse_speculation(command: str, placeholder: str, draft: Path, draft_tokens: int | None = None) -> dict[str, Any]:
     """Return the speculative config of a command line of `vllm serve`, for a draft in a folder and a number of proposals.
 
     Args:
         placeholder: text that stands for the draft's folder in the command.
+        draft_tokens: None leaves the number of the command.
 
     Raises:
         ConfigError: the command has none.
@@ -33,7 +34,8 @@ def parse_speculation(command: str, placeholder: str, draft: Path, draft_tokens:
         raise ConfigError(
             f"expected {OPTION} with a model in the serving command of a draft, found: {command}"
         ) from error
-    return {**config, "model": model.replace(placeholder, str(draft)), "num_speculative_tokens": draft_tokens}
+    found = {**config, "model": model.replace(placeholder, str(draft))}
+    return found if draft_tokens is None else {**found, "num_speculative_tokens": draft_tokens}
 
 
 def require_cpu_support(config: Mapping[str, Any]) -> None:
@@ -43,7 +45,7 @@ def require_cpu_support(config: Mapping[str, Any]) -> None:
         config: the draft's config.json.
     """
     classes = [str(name) for name in config.get("architectures") or ()]
-    found = [name for name in classes if any(kind in name.lower() for kind in _RUNNER_V2)]
+    found = [name for name in classes if any(kind in name.lower() for kind in RUNNER_V2)]
     if found:
         raise ConfigError(
             f"vLLM serves drafts of the class {found[0]} by its Model Runner V2, which needs a GPU: serve it on one, or leave vllm "

@@ -13,13 +13,13 @@ from recording_site import CHAT, COUNTS, make_answer, make_question, make_stream
 
 from draftworks.data.served.shapes import parse_served
 from draftworks.production.requests import ServedRequest
+from draftworks.production.serving_facts import ServingFacts
 from draftworks.recording.answer_pieces import STREAM_BYTES, AnswerPieces
-from draftworks.recording.engine_look import EngineFacts
 from draftworks.recording.request_lines import LineMaker, SeenRequest, mask_asked
 
 KEY = "sk-proj-abcdefghijklmnopqrstuvwxyz0123456789"
 
-VLLM = EngineFacts("vllm")
+VLLM = ServingFacts("vllm")
 
 
 def make_line(
@@ -27,7 +27,7 @@ def make_line(
     answer: bytes,
     streamed: bool = False,
     path: str = CHAT,
-    facts: EngineFacts = VLLM,
+    facts: ServingFacts = VLLM,
     **maker: Any,
 ) -> ServedRequest:
     seen = SeenRequest(path, values, 1, facts, status=200, pieces=AnswerPieces(streamed), time=1.0)
@@ -51,7 +51,7 @@ def test_a_line_says_what_was_asked():
 
 
 def test_what_a_server_says_of_itself_is_in_the_line_where_its_answer_does_not_say_it():
-    facts = EngineFacts("sglang", draft="drafts/a", weight_version="3", lossy=True)
+    facts = ServingFacts("sglang", draft="drafts/a", weight_version="3", lossy=True)
     answer = {"id": "a", "model": "m", "choices": [], "metadata": {"weight_version": "4"}}
     line = make_line(make_question(), json.dumps(answer).encode(), facts=facts)
     assert (line.draft, line.weight_version, line.lossy) == ("drafts/a", "4", True)
@@ -68,7 +68,7 @@ def test_sglangs_stream_says_its_counts_in_an_object_without_choices():
         {"id": "a", "model": "m", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 8}},
     ]
     stream = "".join(f"data: {json.dumps(each)}\r\n\r\n" for each in objects) + "data: [DONE]\r\n\r\n"
-    line = make_line(make_question(stream=True), stream.encode(), True, facts=EngineFacts("sglang"))
+    line = make_line(make_question(stream=True), stream.encode(), True, facts=ServingFacts("sglang"))
     assert (line.passes, line.accepted, line.drafted, line.finish, line.completion_tokens) == (4, 3, 12, "stop", 8)
 
 
@@ -83,11 +83,11 @@ def test_generate_of_sglang_is_read_whole_and_streamed():
     last = {"text": "xy", "meta_info": meta}
     stream = f"data: {json.dumps(early)}\n\ndata: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode()
     for answer, streamed in ((json.dumps(last).encode(), False), (stream, True)):
-        line = make_line(values, answer, streamed, "/generate", EngineFacts("sglang"))
+        line = make_line(values, answer, streamed, "/generate", ServingFacts("sglang"))
         assert (line.passes, line.accepted, line.finish, line.weight_version) == (4, 3, "length", "default")
         assert (line.temperature, line.prompt_tokens, line.language) == (0.0, 2, "de")
     several = make_line(
-        {"text": ["a", "b"]}, json.dumps([last, last]).encode(), False, "/generate", EngineFacts("sglang")
+        {"text": ["a", "b"]}, json.dumps([last, last]).encode(), False, "/generate", ServingFacts("sglang")
     )
     assert (several.answers, several.passes) == (2, None)
 
@@ -205,7 +205,7 @@ def test_a_server_without_counts_is_told_of_once_with_what_to_do():
     told: list[str] = []
     maker = LineMaker("front", told.append)
     for _ in range(20):
-        seen = SeenRequest(CHAT, make_question(), 1, EngineFacts("vllm"), status=200, pieces=AnswerPieces(False))
+        seen = SeenRequest(CHAT, make_question(), 1, ServingFacts("vllm"), status=200, pieces=AnswerPieces(False))
         assert seen.pieces is not None
         seen.pieces.add(make_answer(counts=None))
         maker.make(seen)
@@ -215,6 +215,6 @@ def test_a_server_without_counts_is_told_of_once_with_what_to_do():
 
 
 def test_an_engine_that_nobody_named_is_known_by_its_answer():
-    assert make_line(make_question(), make_answer(), facts=EngineFacts()).engine == "vllm"
-    line = make_line(make_question(), make_answer(counts=None), facts=EngineFacts())
+    assert make_line(make_question(), make_answer(), facts=ServingFacts()).engine == "vllm"
+    line = make_line(make_question(), make_answer(counts=None), facts=ServingFacts())
     assert (line.engine, line.passes) == ("unknown", None)

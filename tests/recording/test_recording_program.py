@@ -22,8 +22,9 @@ from waiting import HANG_S, wait_for, wait_until
 
 from draftworks.errors import StoreError
 from draftworks.production.requests import ServedRequest
+from draftworks.production.serving_facts import ServingFacts
 from draftworks.programs.cli import app
-from draftworks.recording.engine_look import EngineFacts, EngineLook
+from draftworks.recording.engine_look import EngineLook
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, options: list[str], expected: str
 @pytest.mark.parametrize(
     ("pages", "expected"),
     [
-        ({"/version": {"version": "0.32.0"}}, EngineFacts("vllm", "0.32.0")),
+        ({"/version": {"version": "0.32.0"}}, ServingFacts("vllm", "0.32.0")),
         (
             {
                 "/version": {"version": "0.32.0"},
@@ -194,7 +195,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, options: list[str], expected: str
                     "vllm_config": {"speculative_config": {"model": "d", "rejection_sample_method": "synthetic"}}
                 },
             },
-            EngineFacts("vllm", "0.32.0", "d", lossy=True),
+            ServingFacts("vllm", "0.32.0", draft="d", lossy=True),
         ),
         (
             {
@@ -204,14 +205,14 @@ def test_a_mistake_is_one_line(tmp_path: Path, options: list[str], expected: str
                 },
                 "/model_info": {"weight_version": "default"},
             },
-            EngineFacts("sglang", "0.5.23", "d", "default", True),
+            ServingFacts("sglang", "0.5.23", "EAGLE3", "d", weight_version="default", lossy=True),
         ),
-        ({"/props": {"default_generation_settings": {}, "build_info": "b11434"}}, EngineFacts("llamacpp", "b11434")),
-        ({"/version": ["no object"]}, EngineFacts()),
-        ({}, EngineFacts()),
+        ({"/props": {"default_generation_settings": {}, "build_info": "b11434"}}, ServingFacts("llamacpp", "b11434")),
+        ({"/version": ["no object"]}, ServingFacts()),
+        ({}, ServingFacts()),
     ],
 )  # fmt: skip
-def test_a_look_knows_the_engine_and_its_draft(pages: dict[str, object], expected: EngineFacts):
+def test_a_look_knows_the_engine_and_its_draft(pages: dict[str, object], expected: ServingFacts):
     async def answer(arrived: Arrived, writer: asyncio.StreamWriter) -> None:
         page = pages.get(arrived.target.split("?")[0])
         sends = whole(b"", status="404 Not Found") if page is None else whole(json.dumps(page).encode())

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from draftworks.production.requests import Engine, ServedRequest
-from draftworks.recording.engine_look import EngineFacts
+from draftworks.production.serving_facts import ServingFacts
 from draftworks.recording.line_files import LineFiles
 from draftworks.recording.line_writer import LineWriter
 from draftworks.recording.proxy import ProxyOptions
@@ -195,7 +195,7 @@ async def recording_site(
     writer = LineWriter(files or LineFiles(folder, 1 << 26), maker.make, told.append, max_items)
     listening = await asyncio.start_server(server, "127.0.0.1", 0, limit=1 << 20)
     url = upstream or f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    passed = ProxyOptions(url, facts=EngineFacts(engine), **{"looks": False, **options})
+    passed = ProxyOptions(url, facts=ServingFacts(engine), **{"looks": False, **options})
     try:
         async with listen(passed, writer, Place("127.0.0.1", 0)) as proxy, aiohttp.ClientSession() as client:
             yield RecordingSite(server, proxy, writer, folder, told, client)
