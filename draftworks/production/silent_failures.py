@@ -6,7 +6,6 @@ kind, with other layers, or with weights that a synchronisation emptied: every a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from draftworks.production.serving_facts import ServingFacts
 from draftworks.service.register import ServedDraft
 from draftworks.sglang.speculation import Speculation
 from draftworks.storage.artifacts import RECORD
-from draftworks.storage.files import read_json
+from draftworks.storage.files import parse_json, read_json
 from draftworks.storage.words import list_names
 from draftworks.vllm.speculation import RUNNER_V2, parse_speculation
 
@@ -31,7 +30,7 @@ FAR_BELOW = 0.5
 LEAST_PASSES = 100
 FEWER_TOKENS = 0.75
 EMPTY = 0.005
-_SAMPLE_BYTES, _SAMPLES = 64 << 10, 8
+_SAMPLE_BYTES, _MAX_HEADER_BYTES = 64 << 10, 16 << 20
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -235,23 +234,28 @@ def _find_zeros(evidence: Evidence) -> str | None:
     path = None if evidence.facts.draft is None else Path(evidence.facts.draft) / WEIGHTS
     if path is None or evidence.served is None or not _is_empty(path):
         return None
-    return f"{path} has zeros for weights"
+    return f"half of the matrices in {path}, or more, are zeros"
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether pieces all over a file of tensors, its header left out, have no byte but 0."""
+    """Whether half of the matrices in a file of tensors, or more, begin with zeros; embeddings often stay in such a file."""
     try:
         with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            begin = 8 + int.from_bytes(stream.read(8), "little")
-            step = max((size - begin) // _SAMPLES, 1)
-            pieces = []
-            for place in range(begin, size, step):
-                stream.seek(place)
-                pieces.append(stream.read(_SAMPLE_BYTES))
-    except OSError:
+            size = int.from_bytes(stream.read(8), "little")
+            header = parse_json(stream.read(size)) if size <= _MAX_HEADER_BYTES else {}
+            entries = [each for each in header.values() if _is_matrix(each)]
+            empty = 0
+            for each in entries:
+                begin, end = each["data_offsets"]
+                stream.seek(8 + size + begin)
+                empty += not any(stream.read(min(end - begin, _SAMPLE_BYTES)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-    return bool(pieces) and not any(any(piece) for piece in pieces)
+    return bool(entries) and 2 * empty >= len(entries)
+
+
+def _is_matrix(entry: Any) -> bool:
+    return isinstance(entry, dict) and len(entry.get("shape") or ()) > 1 and "F" in str(entry.get("dtype"))
 
 
 def _find_runner(evidence: Evidence) -> str | None:

@@ -39,7 +39,8 @@ class Site:
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        save_file({"a": np.full((300, 300), weight, np.float32)}, folder / "model.safetensors")
+        tensors = {"embed_tokens.weight": 1.0, "fc.weight": weight, "q.weight": weight, "norm.weight": 1.0}
+        save_file({n: np.full((30, 30), v, np.float32) for n, v in tensors.items()}, folder / "model.safetensors")
         return str(folder)
 
     def explain(self, facts: ServingFacts, accepted: float = 0.0, **more: Any) -> list[str]:

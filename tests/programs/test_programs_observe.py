@@ -75,6 +75,16 @@ def test_each_reading_adds_to_the_series_and_the_table_shows_what_was_accepted_s
     assert json.loads(call(site, "--json", "--no-read").stdout)["servers"] == [{**one, "remarks": []} for one in found]
 
 
+def test_a_server_that_accepts_nothing_is_told_first_with_a_likely_cause(site: ObservedSite, pages: list):
+    assert call(site).exit_code == 0
+    pages[0].pages = {**(found := sglang_pages(510, 21, 4)), "/server_info?config_format=json": found["/server_info"]}
+    said = " ".join(call(site).output.split())
+    assert "a: τ 1.00 over 500 passes. Likely cause: weights in the server's memory: not one proposal" in said
+    [silent] = json.loads(call(site, "--json").stdout)["silent"]
+    assert [each["name"] for each in silent["causes"]] == ["weights in the server's memory"]
+    assert "Likely cause" not in call(site, "--no-read").output
+
+
 def test_every_and_for_read_as_often(site: ObservedSite, pages: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(observe, "time", PausedTime())
     assert call(site, "--every", "0.25", "--for", "0.5").exit_code == 0

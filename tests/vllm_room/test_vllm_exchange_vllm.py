@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ladder_toys import TTT, Answers, Ladder, build_ladder, greedy_answers, make_draft
+from recording_site import read_lines, recording_site, whole
+from safetensors.torch import load_file, save_file
 from waiting import HANG_S
 
+from draftworks.config.draft_options import WEIGHTS
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.draft_io import save_draft
 from draftworks.errors import EngineError
@@ -21,8 +27,16 @@ from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.evaluation.ladder.server_acceptance import ServerPrompt, ask_server
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.conventions import DRAFT_FOLDER, SERVER_COMMANDS
 from draftworks.export.exporting import export_draft
+from draftworks.production.requests import ServedRequest
+from draftworks.production.scrape import Address
+from draftworks.production.serving_facts import ServingFacts, read_pages
+from draftworks.production.silent_failures import DraftOnDisk, Evidence, find_causes
 from draftworks.servers.client import Sampling
+from draftworks.service.register import ServedDraft
+from draftworks.storage.artifacts import RECORD
+from draftworks.storage.files import publish_json
 from draftworks.vllm.client import VLLMClient
 from draftworks.vllm.exchange import BACKEND, PLUGIN, exchange_draft
 from draftworks.vllm.server import VLLMServer, VLLMServerOptions
@@ -136,6 +150,69 @@ def test_what_is_accepted_is_each_drafts_own_before_and_after(running: Running, 
     assert running.accept() == before
     accepted = [sum(one.accepted for one in found.values()) for found in (before, after)]
     assert accepted[0] > accepted[1] > 0  # two drafts that accept alike would say little
+
+
+def explain(running: Running, draft: DraftOnDisk, lines: Sequence[ServedRequest]) -> list[str]:
+    """Names of the likely causes by a window of recorded requests and what the server says of itself now."""
+
+    def fetch(path: str) -> Mapping[str, Any] | None:
+        with suppress(EngineError):
+            return Address(running.url, HANG_S).fetch_object(path)
+        return None
+
+    passes, accepted, drafted = (
+        sum(getattr(line, name) or 0 for line in lines) for name in ("passes", "accepted", "drafted")
+    )
+    facts = ServingFacts.of(read_pages(fetch))
+    evidence = Evidence.gather(accepted / passes, passes, None, facts, draft, drafted / passes)
+    return [each.name for each in find_causes(evidence)]
+
+
+def record(running: Running, folder: Path) -> list[ServedRequest]:
+    """Ask all prompts through the proxy; each line has the counts of its answer."""
+
+    async def ask() -> int:
+        site = recording_site(folder, whole(b""), None, upstream=running.url, looks=True)
+        async with site as proxy:
+            served = await asyncio.to_thread(replace(running, url=proxy.proxy.url).accept)
+            assert len(await proxy.read_lines()) == PROMPTS
+            return sum(one.passes for one in served.values())
+
+    passes = asyncio.run(ask())
+    lines = read_lines(folder)
+    assert sum(line.passes or 0 for line in lines) == passes
+    return lines
+
+
+def test_weights_that_a_synchronisation_emptied_are_named_within_one_window(
+    running: Running, first: Taught, tmp_path: Path
+):
+    """First the file that was loaded is empty too, then the memory alone."""
+    served = ServedDraft("first", "export", {"speculators_eagle3": ""}, "v", "w", "t", "r")
+    shutil.copytree(first.folder, tmp_path / "var" / "export" / "speculators_eagle3")
+    command = f"vllm serve small --speculative-config '{json.dumps({'model': DRAFT_FOLDER, 'method': 'eagle3', 'num_speculative_tokens': TTT})}'"
+    made = {"speculators_eagle3": {"commands": {SERVER_COMMANDS["vllm"]: command}}}
+    publish_json(tmp_path / "var" / "export" / RECORD, {"summary": {"formats": made}})
+    draft = DraftOnDisk.read(tmp_path / "var", served)
+    empty = tmp_path / "empty"
+    shutil.copytree(first.folder, empty)
+    weights = load_file(empty / WEIGHTS)
+    emptied = {
+        name: torch.zeros_like(each) if each.is_floating_point() and "embed" not in name else each
+        for name, each in weights.items()
+    }
+    save_file(emptied, empty / WEIGHTS)
+    exchange_draft(running.url, empty, running.served, "first", HANG_S)
+    lines = record(running, tmp_path / "emptied")
+    assert {line.weight_version for line in lines} == {"first"}
+    assert sum(line.accepted or 0 for line in lines) == 0
+    assert explain(running, draft, lines) == ["empty weights"]
+    shutil.copyfile(first.folder / WEIGHTS, running.served / WEIGHTS)
+    assert explain(running, draft, lines) == ["weights in the server's memory"]
+    exchange_draft(running.url, first.folder, running.served, "yesterday", HANG_S)
+    lines = record(running, tmp_path / "other")
+    assert sum(line.accepted or 0 for line in lines) > 0
+    assert explain(running, draft, lines) == ["exchanged weights"]
 
 
 def test_a_draft_of_another_target_is_refused_and_the_former_one_serves_on(
