@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftworks.decision.record import Reference
-from draftworks.decision.rule import Loss, LossEvidence
+from draftworks.decision.rule import LossEvidence, subtract_figures
 from draftworks.production.served_logs import read_served_logs
 from draftworks.service.promotion import Service
 from draftworks.storage.words import list_names
@@ -45,19 +45,19 @@ def find_request_loss(service: Service, draft: str) -> RequestLoss | None:
     whole = found.slices[0]
     if not found.baseline_over:
         return _find_nothing("the first hours of the draft in service are not over")
-    if whole.change is None or whole.now is None or whole.first is None:
+    first, now = whole.first, whole.now
+    if first is None or now is None or first.interval is None or now.interval is None:
         return _find_nothing("too few requests in the first hours, or in the last ones")
-    change = whole.change
     fallen = [each.name for each in found.fallen]
     evidence = LossEvidence(
         SERVED_REQUESTS,
         Reference.FIRST_HOURS,
         reference_draft=draft,
-        value=change.a,
-        reference_value=change.b,
-        loss=Loss(0.0 - change.difference, 0.0 - change.interval.high, 0.0 - change.interval.low),
-        prompts=whole.now.count,
-        reference_prompts=whole.first.count,
+        value=now.value,
+        reference_value=first.value,
+        loss=subtract_figures(first.value, first.interval, now.value, now.interval),
+        prompts=now.count,
+        reference_prompts=first.count,
         reason=f"fell: {list_names(fallen)}" if fallen else "",
     )
     return RequestLoss(evidence, (whole.verdict, *fallen))
