@@ -32,10 +32,11 @@ MOST_SHOWN = 10
 
 @dataclass(frozen=True)
 class Place:
-    """An answer of a sample, counted from 0."""
+    """An answer of a sample, counted from 0, after so many tokens."""
 
     sample: str
     answer: int
+    tokens: int = field(default=-1, compare=False)
 
 
 @dataclass
@@ -53,20 +54,21 @@ class PromptIndex:
     @classmethod
     def of(cls, rows: Iterable[TokenRow], conversations: Iterable[Conversation]) -> PromptIndex:
         """Index samples by the tokens before each answer, and by the messages before it where their turns are known."""
-        index = cls()
+        index, begins = cls(), dict[str, list[int]]()
         for row in rows:
             spans = list(find_answer_spans(row.loss_mask))
             index.answers[row.sample_id] = len(spans)
+            begins[row.sample_id] = [begin for begin, _ in spans]
             ids = row.input_ids.tolist()
             for number, (begin, _) in enumerate(spans):
-                index._add(token_digest(ids[:begin]), row.columns, Place(row.sample_id, number))
+                index._add(token_digest(ids[:begin]), row.columns, Place(row.sample_id, number, begin))
         for one in conversations:
             answered = [place for place, turn in enumerate(one.turns) if turn.role == "assistant" and turn.trained]
             if len(answered) != index.answers.get(one.id):
                 continue  # turns were left out, or the sample is not that conversation as it stands
             for number, place in enumerate(answered):
                 messages = ((turn.role, turn.content) for turn in one.turns[:place])
-                index._add(digest_messages(messages), one.columns, Place(one.id, number))
+                index._add(digest_messages(messages), one.columns, Place(one.id, number, begins[one.id][number]))
         return index
 
     def _add(self, prompt: str, columns: Mapping[str, object], place: Place) -> None:
@@ -135,6 +137,7 @@ class PromptAgreement:
             not compared.
         prompts: that were compared; `equal` have the same passes and accepted tokens.
         paired: served minus promised; None without a prompt.
+        otherwise_read: requests whose prompt had another number of tokens for the server than in the eval set.
         differences: the first prompts that are not equal.
     """
 
@@ -145,6 +148,7 @@ class PromptAgreement:
     equal: int
     paired: AcceptanceDifference | None
     differences: tuple[PromptDifference, ...]
+    otherwise_read: int = 0
 
 
 def compare_prompts(table: RequestTable, promise: Promise, resampling: Resampling) -> PromptAgreement | None:
@@ -182,6 +186,9 @@ def compare_prompts(table: RequestTable, promise: Promise, resampling: Resamplin
         equal=len(pairs) - len(unequal),
         paired=_compare_paired([(pairs[name], promised[name]) for name in sorted(pairs)], resampling),
         differences=tuple(unequal[:MOST_SHOWN]),
+        otherwise_read=sum(
+            place is not None and 0 <= read != place.tokens >= 0 for place, read in zip(places, matched.read.tolist())
+        ),
     )
 
 

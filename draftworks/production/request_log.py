@@ -90,7 +90,8 @@ class RequestTable:
     Attributes:
         time: seconds since the epoch.
         passes, accepted: accepted tokens are those of the answer, see `ServedRequest.accepted_in_answer`.
-        drafted, emitted: -1 where it is not known; emitted tokens are those after the first one.
+        drafted, emitted, read: -1 where it is not known; emitted tokens are those after the first one, read ones the
+            prompt's.
         prompt: first 8 bytes of the digest of what was asked; 0 without one.
         draft, weights: codes of draft, and of server with weight version.
         columns: codes by column.
@@ -101,6 +102,7 @@ class RequestTable:
     accepted: np.ndarray
     drafted: np.ndarray
     emitted: np.ndarray
+    read: np.ndarray
     prompt: np.ndarray
     draft: np.ndarray
     weights: np.ndarray
@@ -125,7 +127,7 @@ class RequestTable:
 
 _NUMBERS = {
     "time": "d",
-    **dict.fromkeys(("passes", "accepted", "drafted", "emitted"), "q"),
+    **dict.fromkeys(("passes", "accepted", "drafted", "emitted", "read"), "q"),
     "prompt": "Q",
     **dict.fromkeys(("draft", "weights"), "l"),
 }
@@ -148,6 +150,7 @@ class _Builder:
             "accepted": request.accepted_in_answer,
             "drafted": -1 if request.drafted is None else request.drafted,
             "emitted": -1 if emitted is None else max(emitted - 1, 0),
+            "read": -1 if request.prompt_tokens is None else request.prompt_tokens,
             "prompt": shorten(request.prompt),
             "draft": self.drafts.encode(draft),
             "weights": self.weights.encode(f"{request.server}\n{request.weight_version or ''}"),

@@ -124,13 +124,20 @@ def _describe_prompts(found: PromptAgreement) -> list[str]:
         if count
     ]
     said += f" ({', '.join(left_out)})" if left_out else ""
+    template = []
+    if found.otherwise_read:
+        template.append(
+            f"{found.otherwise_read:,} of them had another number of prompt tokens than in the eval set: the server has another "
+            "chat template, tokenizer or options of the template, and the draft reads what it was not trained on"
+        )
     if found.paired is None:
-        return [f"{said}: none can be compared with the walk"]
+        return [*template, f"{said}: none can be compared with the walk"]
     paired = found.paired
     change = format_change(paired.difference, paired.interval.low, paired.interval.high)
     notes = [
+        *template,
         f"{said}: {found.equal:,} of {format_count(found.prompts, 'prompt')} have the walk's counts exactly; {SYMBOL} served "
-        f"{format_length(paired.a, 3)}, promised {format_length(paired.b, 3)}, difference {change}, prompt by prompt"
+        f"{format_length(paired.a, 3)}, promised {format_length(paired.b, 3)}, difference {change}, prompt by prompt",
     ]
     notes += [
         f"prompt {one.sample}: {one.served[1]:,} tokens accepted in {one.served[0]:,} passes, promised {one.promised[1]:,} in "

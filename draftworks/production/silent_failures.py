@@ -297,5 +297,5 @@ EMPTIED = Cause(
 UNEXPLAINED = Cause(
     "nothing that can be read",
     lambda evidence: "way, form, weights and depth are those of the draft in service, as far as the server says them",
-    "Compare the number of tokens of a prompt (chat template), the target's weights, and prompts: draftworks run evaluate",
+    "Compare chat template, weights of the target, and prompts: draftworks run evaluate, and observe with logged requests",
 )

@@ -31,7 +31,8 @@ MAX_READ_BYTES = 8 << 20
 CONNECT_S = 10.0
 KEEP_IDLE_S = 2.0
 """Less than the 5 s after which uvicorn, in vLLM and SGLang, closes an idle connection: none is used that is being closed."""
-LOOK_EVERY_S, LOOK_AGAIN_S, FIRST_LOOK_S = 60.0, 2.0, 2.0
+LOOK_EVERY_S, LOOK_AGAIN_S, FIRST_LOOK_S = 60.0, 2.0, 10.0
+"""Requests that come before the first look has ended have nothing added; vLLM's first one in development mode takes seconds."""
 _BY_HOP = frozenset(
     (
         "connection",

@@ -71,6 +71,30 @@ def test_what_is_sampled_or_another_answer_is_not_compared_and_a_difference_is_s
     assert one.startswith("prompt s4: ")
 
 
+@pytest.mark.parametrize("chat", [True, False], ids=["by messages", "by tokens"])
+def test_a_server_with_another_chat_template_is_told_first_by_the_tokens_that_it_read(site: PromisedSite, chat: bool):
+    draft = site.open().register.require().draft.digest
+    one = site.serve(0, 1.0, WEIGHTS, chat, draft=draft)
+    asked = find_prompt_tokens(site, draft)
+    site.write(
+        *(replace(one, id=f"x{extra}", prompt_tokens=asked + extra) for extra in (0, 3, -2)), replace(one, id="y")
+    )
+    standing = stand(site)
+    assert standing.prompts is not None
+    assert (standing.prompts.requests, standing.prompts.otherwise_read) == (4, 2)
+    assert [note for note in list_notes(standing) if "2 of them had another number of prompt tokens" in note]
+
+
+def find_prompt_tokens(site: PromisedSite, draft: str) -> int:
+    """The number of tokens before the answer of the sample s0."""
+    site.write(site.serve(0, 1.0, WEIGHTS, draft=draft))
+    promise = stand(site).promise
+    assert promise is not None
+    return next(
+        place.tokens for found in promise.index.places.values() for place in found.values() if place.sample == "s0"
+    )
+
+
 def test_slices_stand_beside_the_walk_of_the_same_slice(site: PromisedSite):
     site.write(*(site.serve(index, 0.5, WEIGHTS, id=f"{n}-{index}") for n in range(2) for index in range(PROMPTS)))
     logs = site.read_logs()

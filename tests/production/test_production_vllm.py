@@ -110,6 +110,7 @@ def test_what_the_proxy_records_is_what_the_server_counts(production: Production
 
     async def record() -> list[SpeculatedAnswer]:
         async with recording_site(tmp_path, whole(b""), None, upstream=production.server.url, looks=True) as site:
+            await site.know_engine()
             with VLLMClient(site.proxy.url, HANG_S) as client:
                 answers = await asyncio.to_thread(ask, client)
             async with site.client.post(site.proxy.url + CHAT, json=streamed) as answer:

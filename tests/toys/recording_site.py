@@ -161,6 +161,11 @@ class RecordingSite:
         async with self.client.post(self.proxy.url + path, json=make_question(**values)) as answer:
             return await answer.read()
 
+    async def know_engine(self) -> None:
+        """Wait until the proxy knows what the server is, for which a busy one takes its time."""
+        while self.proxy.proxy.facts.engine is None:
+            await asyncio.sleep(0.05)
+
     async def read_lines(self) -> list[ServedRequest]:
         """Return all lines, once no request is under way and what waits is written."""
         while not self.proxy.proxy.is_idle:

@@ -174,6 +174,7 @@ def record(running: Running, folder: Path) -> list[ServedRequest]:
     async def ask() -> int:
         site = recording_site(folder, whole(b""), None, upstream=running.url, looks=True)
         async with site as proxy:
+            await proxy.know_engine()
             served = await asyncio.to_thread(replace(running, url=proxy.proxy.url).accept)
             assert len(await proxy.read_lines()) == PROMPTS
             return sum(one.passes for one in served.values())
