@@ -79,6 +79,7 @@ class RecordingProxy:
         self._writer = writer
         self._running: set[asyncio.Task[object]] = set()
         self._looked = asyncio.Event()
+        self._ending = False
 
     async def __aenter__(self) -> RecordingProxy:
         self._session = aiohttp.ClientSession(
@@ -108,9 +109,14 @@ class RecordingProxy:
         return not self._running
 
     async def end_requests(self, grace_s: float) -> int:
-        """Wait until all requests have ended; abort those that have not after so long, and return how many."""
-        if self._running:
-            await asyncio.wait(self._running, timeout=grace_s)
+        """Wait until all requests have ended; abort those that have not after so long, and return how many.
+
+        Connections are closed after the next answer; what still comes on one of them is answered too.
+        """
+        self._ending = True
+        until = time.monotonic() + grace_s
+        while self._running and (left := until - time.monotonic()) > 0:
+            await asyncio.wait(self._running, timeout=left)
         late = list(self._running)
         for each in late:
             each.cancel()
@@ -172,6 +178,8 @@ class RecordingProxy:
         bodiless = request.method == hdrs.METH_HEAD or answer.status in _BODILESS
         if answer.content_length is None and not bodiless and request.version >= (1, 1):
             back.enable_chunked_encoding()
+        if self._ending:
+            back.force_close()
         if seen is not None:
             streamed = answer.content_type == "text/event-stream"
             seen.status = answer.status

@@ -7,6 +7,7 @@ import gzip
 import json
 import socket
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,40 @@ def test_a_hundred_at_once_keep_their_answers_apart(tmp_path: Path):
             lines = await site.read_lines()
             assert sorted(line.id for line in lines) == sorted(f"chatcmpl-{n}" for n in range(100))
             assert {line.accepted for line in lines} == {3}
+
+    run(test())
+
+
+def test_what_comes_on_an_open_connection_while_all_ends_is_answered(tmp_path: Path):
+    async def test() -> None:
+        goes_on = asyncio.Event()
+
+        async def answer(arrived: Arrived, writer: asyncio.StreamWriter) -> None:
+            if b"long" in arrived.body:
+                await goes_on.wait()
+            await whole(make_answer())(arrived, writer)
+
+        async with recording_site(tmp_path, answer) as site:
+            kept = aiohttp.ClientSession()
+            asked = partial(kept.post, site.proxy.url + CHAT, json=make_question())
+            async with asked() as got:
+                assert got.headers.get("Connection") != "close"
+                await got.read()  # its connection stays open
+            running = asyncio.create_task(site.ask(user="long"))
+            while not any(b"long" in each.body for each in site.server.arrived):
+                await asyncio.sleep(0.01)
+            other = aiohttp.ClientSession()
+            ending = asyncio.create_task(site.proxy.end(HANG_S))
+            await asyncio.sleep(0.05)
+            with pytest.raises(aiohttp.ClientError):
+                await other.get(site.proxy.url)
+            await other.close()
+            async with asked() as got:
+                assert (got.headers["Connection"], await got.read()) == ("close", make_answer())
+            await kept.close()
+            goes_on.set()
+            assert (await running, await ending) == (make_answer(), 0)
+            assert [line.accepted for line in await site.read_lines()] == [3, 3, 3]
 
     run(test())
 
