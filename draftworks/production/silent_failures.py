@@ -198,13 +198,29 @@ def _find_other_method(evidence: Evidence) -> str | None:
     return f"the server drafts by {facts.method}, this draft is for {list_names(sorted(set(known)))}"
 
 
+def _find_other_layers(evidence: Evidence) -> str | None:
+    """A draft loads and runs on the streams of any layers of the right number."""
+    if evidence.draft is None or evidence.served is None or evidence.form is not None:
+        return None
+    rest = _drop_layers(evidence.served)
+    form = next((name for name, each in evidence.draft.configs.items() if _drop_layers(each) == rest), None)
+    return None if form is None else f"{evidence.facts.draft}/{CONFIG} names other layers than the export {form}"
+
+
+def _drop_layers(config: Any) -> Any:
+    """Return a config.json without the keys that name layers."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _drop_layers(value) for name, value in config.items() if not name.endswith("layer_ids")}
+
+
 def _find_other_form(evidence: Evidence) -> str | None:
-    """The same weights, of which each engine counts layers in its own way."""
+    """The same weights, in a file that this engine may read otherwise."""
     engine, form = evidence.facts.engine, evidence.form
     if evidence.draft is None or engine is None or form is None or engine in evidence.draft.commands[form]:
         return None
     right = [name for name, made in evidence.draft.commands.items() if engine in made]
-    return f"it serves the form {form}, whose layers it counts otherwise; its own: {list_names(right)}"
+    return f"it serves the form {form}, which is not for it; its own: {list_names(right)}"
 
 
 def _find_stale_draft(evidence: Evidence) -> str | None:
@@ -218,7 +234,9 @@ def _find_stale_draft(evidence: Evidence) -> str | None:
 
 
 def _find_other_draft(evidence: Evidence) -> str | None:
-    if evidence.draft is None or evidence.served is None or evidence.form is not None or _find_stale_draft(evidence):
+    if evidence.draft is None or evidence.served is None or evidence.form is not None:
+        return None
+    if _find_stale_draft(evidence) or _find_other_layers(evidence):
         return None
     return f"{evidence.facts.draft} has another config.json than the exports of {evidence.draft.digest}"
 
@@ -280,7 +298,8 @@ def _find_fewer_tokens(evidence: Evidence) -> str | None:
 _COMMAND = "Start it by the command in the export's README"
 CAUSES: Sequence[Cause] = (
     Cause("another way of drafting", _find_other_method, _COMMAND),
-    Cause("other layers", _find_other_form, _COMMAND),
+    Cause("other layers", _find_other_layers, _COMMAND),
+    Cause("another engine's form", _find_other_form, _COMMAND),
     Cause("another model runner", _find_runner, "Unset VLLM_USE_V2_MODEL_RUNNER"),
     Cause("empty weights", _find_zeros, "Export or exchange it again, and look at what wrote that file"),
     Cause("a stale draft", _find_stale_draft, "Serve the draft in service: draftworks in-service --folder"),

@@ -29,7 +29,14 @@ class Site:
     def __init__(self, root: Path) -> None:
         self.root = root
         for name in FORMATS:
-            self.write(f"var/export/{name}", {"architectures": [name], "provenance": {"target_digest": "t1"}})
+            self.write(
+                f"var/export/{name}",
+                {
+                    "eagle_aux_hidden_state_layer_ids": [1, 3],
+                    "architectures": [name],
+                    "provenance": {"target_digest": "t1"},
+                },
+            )
         made = {name: {"commands": commands} for name, commands in FORMATS.items()}
         (root / "var" / "export" / "artifact.json").write_text(json.dumps({"summary": {"formats": made}}))
         served = ServedDraft("d1", "export", dict.fromkeys(FORMATS, ""), "v", "w", "t1", "r")
@@ -57,6 +64,11 @@ def serve(name: str) -> Callable[[Site], ServingFacts]:
     return lambda site: replace(RIGHT, draft=str(site.root / "var" / "export" / name))
 
 
+def serve_other_layers(site: Site) -> ServingFacts:
+    config = json.loads((site.root / "var/export/speculators_eagle3/config.json").read_text())
+    return replace(RIGHT, draft=site.write("layers", {**config, "eagle_aux_hidden_state_layer_ids": [1, 2]}))
+
+
 def serve_zeros(site: Site) -> ServingFacts:
     config = json.loads((site.root / "var/export/speculators_eagle3/config.json").read_text())
     return replace(RIGHT, draft=site.write("zeros", config, 0.0))
@@ -76,7 +88,8 @@ def serve_by_v1(site: Site) -> ServingFacts:
 
 PLANTED: dict[str, Callable[[Site], ServingFacts]] = {
     "another way of drafting": lambda site: replace(RIGHT, method="eagle"),
-    "other layers": serve("sglang_eagle3"),
+    "other layers": serve_other_layers,
+    "another engine's form": serve("sglang_eagle3"),
     "another model runner": serve_by_v1,
     "empty weights": serve_zeros,
     "a stale draft": serve_stale,

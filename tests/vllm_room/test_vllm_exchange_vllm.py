@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -117,8 +117,15 @@ def running(
     answers: Answers, first: Taught, tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("vllm")
+    shutil.copytree(first.folder, folder / "served")
+    with serving(answers, tiny_target, folder) as found:
+        yield found
+
+
+@contextmanager
+def serving(answers: Answers, tiny_target: TargetFiles, folder: Path) -> Iterator[Running]:
+    """A server of the draft in `served` of a folder."""
     served = folder / "served"
-    shutil.copytree(first.folder, served)
     options = ExchangingOptions(
         model=tiny_target.model, revision=None, tokenizer=tiny_target.tokenizer, name="small", context=256,
         dtype="float32", device="cpu", max_requests=4, counts_requests=True,
@@ -131,8 +138,10 @@ def running(
     server = VLLMServer(PYTHON, options, folder / "server", HANG_S, 10)
     server.start()
     asked = [ServerPrompt(each.name, each.prompt, each.answer, len(each.answer)) for each in answers.samples]
-    yield Running(server.url, served, asked)
-    server.stop()
+    try:
+        yield Running(server.url, served, asked)
+    finally:
+        server.stop()
 
 
 def count_equal(served: dict[str, PromptAcceptance], walk: dict[str, PromptAcceptance]) -> int:
@@ -168,6 +177,17 @@ def explain(running: Running, draft: DraftOnDisk, lines: Sequence[ServedRequest]
     return [each.name for each in find_causes(evidence)]
 
 
+def read_draft(taught: Taught, root: Path) -> DraftOnDisk:
+    """The export of a draft as that in service, by the name `first`."""
+    shutil.copytree(taught.folder, root / "var" / "export" / "speculators_eagle3")
+    config = {"model": DRAFT_FOLDER, "method": "eagle3", "num_speculative_tokens": TTT}
+    commands = {SERVER_COMMANDS["vllm"]: f"vllm serve small --speculative-config '{json.dumps(config)}'"}
+    made = {"speculators_eagle3": {"commands": commands}}
+    publish_json(root / "var" / "export" / RECORD, {"summary": {"formats": made}})
+    served = ServedDraft("first", "export", {"speculators_eagle3": ""}, "v", "w", "t", "r")
+    return DraftOnDisk.read(root / "var", served)
+
+
 def record(running: Running, folder: Path) -> list[ServedRequest]:
     """Ask all prompts through the proxy; each line has the counts of its answer."""
 
@@ -189,12 +209,7 @@ def test_weights_that_a_synchronisation_emptied_are_named_within_one_window(
     running: Running, first: Taught, tmp_path: Path
 ):
     """First the file that was loaded is empty too, then the memory alone."""
-    served = ServedDraft("first", "export", {"speculators_eagle3": ""}, "v", "w", "t", "r")
-    shutil.copytree(first.folder, tmp_path / "var" / "export" / "speculators_eagle3")
-    command = f"vllm serve small --speculative-config '{json.dumps({'model': DRAFT_FOLDER, 'method': 'eagle3', 'num_speculative_tokens': TTT})}'"
-    made = {"speculators_eagle3": {"commands": {SERVER_COMMANDS["vllm"]: command}}}
-    publish_json(tmp_path / "var" / "export" / RECORD, {"summary": {"formats": made}})
-    draft = DraftOnDisk.read(tmp_path / "var", served)
+    draft = read_draft(first, tmp_path)
     empty = tmp_path / "empty"
     shutil.copytree(first.folder, empty)
     weights = load_file(empty / WEIGHTS)
@@ -214,6 +229,21 @@ def test_weights_that_a_synchronisation_emptied_are_named_within_one_window(
     lines = record(running, tmp_path / "other")
     assert sum(line.accepted or 0 for line in lines) > 0
     assert explain(running, draft, lines) == ["exchanged weights"]
+
+
+def test_other_layers_are_named_by_the_folder_that_is_served(
+    answers: Answers, first: Taught, tiny_target: TargetFiles, tmp_path: Path
+):
+    shutil.copytree(first.folder, tmp_path / "served")
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    layers = config["eagle_aux_hidden_state_layer_ids"]
+    config["eagle_aux_hidden_state_layer_ids"] = [each + 1 for each in layers]
+    (tmp_path / "served" / "config.json").write_text(json.dumps(config))
+    with serving(answers, tiny_target, tmp_path) as running:
+        lines = record(running, tmp_path / "lines")
+        assert explain(running, read_draft(first, tmp_path), lines) == ["other layers"]
+    walk = sum(one.accepted for one in first.walk().values())
+    assert sum(line.accepted or 0 for line in lines) < walk
 
 
 def test_a_draft_of_another_target_is_refused_and_the_former_one_serves_on(
