@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftworks.evaluation.acceptance_length import (
     NOTE,
@@ -15,14 +15,13 @@ from draftworks.evaluation.acceptance_length import (
     format_interval,
     format_length,
 )
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference
 from draftworks.evaluation.report.pages import render_table
+from draftworks.evaluation.report.slice_changes import SliceChange
+from draftworks.production.promised import PromptAgreement
+from draftworks.production.served_logs import ServedLogs
+from draftworks.production.served_slices import WITH_ALL, ServedRatio, ServedSlice, ServedStanding
 from draftworks.storage.words import format_count, list_names
-
-if TYPE_CHECKING:  # they import numpy
-    from draftworks.evaluation.ladder.statistics import AcceptanceDifference
-    from draftworks.production.promised import PromptAgreement
-    from draftworks.production.served_logs import ServedLogs
-    from draftworks.production.served_slices import ServedRatio, ServedSlice, ServedStanding
 
 COLUMNS: tuple[str, ...] = (
     "slice by",
@@ -62,9 +61,7 @@ def _format_row(found: ServedSlice) -> tuple[str, ...]:
         found.value,
         "0" if found.now is None else f"{found.now.count:,}",
         _format_ratio(found.now),
-        _format_ratio(found.first)
-        if found.compared != "with all" or found.change is None
-        else _format_all(found.change),
+        _format_ratio(found.first) if found.compared != WITH_ALL or found.change is None else _format_all(found.change),
         change,
         "" if found.first is None and found.change is None else found.verdict,
         _format_ratio(found.promised),
@@ -167,6 +164,23 @@ def render_markdown(target: str, logs: ServedLogs) -> str:
         notes = "\n".join(f"* {each}" for each in list_notes(one))
         parts.append(f"**{title(target, one)}**\n\n{render_table(rows, COLUMNS)}\n\n{CAPTION}\n\n{notes}\n")
     return "\n".join([*parts, "\n".join(f"* {each}" for each in list_log_notes(logs))]) + "\n"
+
+
+def to_slice_changes(standing: ServedStanding) -> tuple[SliceChange, ...]:
+    """Return the slices as those of two reports are told, those that fell first."""
+    return tuple(
+        SliceChange(
+            column=each.column,
+            value=each.value,
+            prompts=0 if each.now is None else each.now.count,
+            compared=None if each.compared is None else "with all" if each.compared == WITH_ALL else "unpaired",
+            figures=each.change,
+            p_value=each.p_value,
+            verdict="too few prompts" if each.verdict == "too few requests" else each.verdict,
+        )
+        for each in standing.slices
+        if each.column
+    )
 
 
 def to_json(logs: ServedLogs) -> dict[str, Any]:
