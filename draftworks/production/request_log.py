@@ -1,6 +1,6 @@
 """Logs of served requests, read in one bounded pass into columns of numbers; what cannot be used is counted by its reason.
 
-A line is one of ours (`draftworks record`), one of a gateway that holds request and response, or `request.finished` of
+A line is one of ours (the recording proxy), one of a gateway that holds request and response, or `request.finished` of
 SGLang's JSON log. Nothing of a prompt is kept.
 """
 
