@@ -44,7 +44,7 @@ class RequestsSpec(Spec):
 
     files: DistinctNames = Field(
         min_length=1,
-        description="Logs, relative to the registry; globs allowed: of `draftworks record`, of gateways, of SGLang.",
+        description="Logs, relative to the registry; globs allowed: of the recording proxy, of gateways, of SGLang.",
     )
     source_field: str | None = Field(
         default=None, description="Field of a gateway's lines that becomes the slice `source`, such as metadata.app."

@@ -55,7 +55,7 @@ def read_asked(
     known = {
         "source": find_source(row, body, source_field),
         "thinking": None if thinking == DEFAULT else thinking == ON,
-        "temperature": float(temperature) if _is_number(temperature) else None,
+        "temperature": _to_number(temperature),
         "answers": answers if type(answers) is int and answers > 0 else 1,
     }
     return AskedFacts(**known, **_read_prompt(body))
@@ -80,7 +80,7 @@ def _read_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
             "prompt_characters": len(prompt),
             "prompt": digest_text(prompt),
         }
-    return {"prompt": token_digest(prompt)} if _is_tokens(prompt) else {}
+    return {"prompt": token_digest(prompt)} if isinstance(prompt, list) and _are_tokens(prompt) else {}
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,10 @@ def digest_text(text: str) -> str:
     return digest(["text", text])
 
 
-def _is_tokens(prompt: Any) -> bool:
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return all(type(each) is int and 0 <= each <= LARGEST_ID for each in prompt)
+def _are_tokens(prompt: Sequence[Any]) -> bool:
+    return bool(prompt) and all(type(each) is int and 0 <= each <= LARGEST_ID for each in prompt)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+def _to_number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < float("inf") else None

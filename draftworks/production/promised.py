@@ -158,8 +158,8 @@ def compare_prompts(table: RequestTable, promise: Promise, resampling: Resamplin
     """
     known = np.fromiter(promise.index.places, dtype=np.uint64, count=len(promise.index.places))
     matched = table.select(np.isin(table.prompt, known))
-    thinking = [table.values[THINKING][code] for code in matched.columns[THINKING]]
-    places = [promise.index.find(int(prompt), how) for prompt, how in zip(matched.prompt, thinking)]
+    thinking = [table.values[THINKING][int(code)] for code in matched.columns[THINKING]]
+    places = [promise.index.find(prompt, how) for prompt, how in zip(matched.prompt.tolist(), thinking)]
     greedy = matched.find(TEMPERATURE, "0")
     latest: dict[str, dict[int, int]] = {}
     for row in np.argsort(matched.time, kind="stable").tolist():

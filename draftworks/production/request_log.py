@@ -1,6 +1,6 @@
 """Logs of served requests, read in one bounded pass into columns of numbers; what cannot be used is counted by its reason.
 
-A line is one of ours (`draftworks record`), one of a gateway that holds request and response, or `request.finished` of
+A line is one of ours (the recording proxy), one of a gateway that holds request and response, or `request.finished` of
 SGLang's JSON log. Nothing of a prompt is kept.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,8 @@ from draftworks.storage.files import open_regular, parse_json
 
 FINISHED = "request.finished"
 """Event of SGLang's JSON log that has a request with its answer and counts."""
+OURS = f'{{"{MARK}":'.encode()
+"""How a line of ours begins, unless somebody wrote it again."""
 MAX_LINE_MB = 16.0
 CHUNK = 1 << 22
 NOT_NAMED = "not named"
@@ -131,6 +133,7 @@ _NUMBERS = {
     "prompt": "Q",
     **dict.fromkeys(("draft", "weights"), "l"),
 }
+"""Columns of numbers in the order in which a row has them, with their types in an array."""
 
 
 class _Builder:
@@ -143,20 +146,20 @@ class _Builder:
         self.drafts, self.weights = Codes(2**31), Codes(2**31)
 
     def add(self, request: ServedRequest, draft: str) -> None:
-        emitted = request.completion_tokens
-        row = {
-            "time": request.time,
-            "passes": request.passes,
-            "accepted": request.accepted_in_answer,
-            "drafted": -1 if request.drafted is None else request.drafted,
-            "emitted": -1 if emitted is None else max(emitted - 1, 0),
-            "read": -1 if request.prompt_tokens is None else request.prompt_tokens,
-            "prompt": shorten(request.prompt),
-            "draft": self.drafts.encode(draft),
-            "weights": self.weights.encode(f"{request.server}\n{request.weight_version or ''}"),
-        }
-        for name, value in row.items():
-            self._numbers[name].append(value)
+        emitted, drafted = request.completion_tokens, request.drafted
+        row = (
+            request.time,
+            request.passes,
+            request.accepted_in_answer,
+            -1 if drafted is None else drafted,
+            -1 if emitted is None else max(emitted - 1, 0),
+            -1 if request.prompt_tokens is None else request.prompt_tokens,
+            shorten(request.prompt),
+            self.drafts.encode(draft),
+            self.weights.encode(f"{request.server}\n{request.weight_version or ''}"),
+        )
+        for column, value in zip(self._numbers.values(), row):
+            column.append(value)
         for name, value in describe_slices(request).items():
             self._columns[name].append(self._codes[name].encode(value))
 
@@ -241,7 +244,7 @@ class RequestLog:
         Raises:
             DataError: a file cannot be read.
         """
-        builders, apart, seen = dict[str, _Builder](), Counter[str](), set[int]()
+        builders, apart, seen = defaultdict[str, _Builder](_Builder), Counter[str](), set[int]()
         paths, remarks = self._find_files()
         lines, skipped = 0, 0
         for path, first in self._choose_lines(paths):
@@ -270,7 +273,7 @@ class RequestLog:
         if name in seen:
             return REPEATED
         seen.add(name)
-        builders.setdefault(served_by.strategy, _Builder()).add(request, served_by.draft)
+        builders[served_by.strategy].add(request, served_by.draft)
         return None
 
     def _require_comparable(self, request: ServedRequest) -> None:
@@ -330,6 +333,11 @@ def parse_line(line: LogLine, source_field: str | None = None) -> ServedRequest:
     """
     if line.problem:
         raise NotUsed(TOO_LONG)
+    if line.content.startswith(OURS):
+        try:
+            return ServedRequest.from_line(line.content)
+        except StoreError:
+            pass  # why, is told below
     try:
         row = parse_json(line.content)
     except ValueError:

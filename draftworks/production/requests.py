@@ -7,13 +7,13 @@ Names of fields are those of vLLM 0.32 and 0.33 (`vllm/v1/metrics/stats.py`, `--
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from draftworks.errors import EngineError, StoreError
-from draftworks.storage.files import parse_json
 
 SCHEMA = 1
 """Stands in each line as `draftworks_request`, by which a line of ours is known."""
@@ -22,20 +22,9 @@ ABORT = "abort"
 Engine = Literal["vllm", "sglang", "llamacpp"]
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang", "llamacpp")
 _LARGEST = 2**53
-_TEXTS = ("id", "server", "engine", "model", "draft", "weight_version", "source", "language", "finish", "prompt")
-_COUNTS = (
-    "turn",
-    "prompt_tokens",
-    "completion_tokens",
-    "prompt_characters",
-    "answers",
-    "passes",
-    "drafted",
-    "accepted",
-)
 _LISTS = ("histogram", "per_pass")
-_FLAGS = ("thinking", "lossy")
-_ALWAYS = ("id", "server", "engine")
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -76,10 +65,11 @@ class ServedRequest:
         passes, drafted, accepted, histogram, per_pass: see `RequestCounts`; None without counts.
         prompt: digest of what was asked, see `draftworks.production.asked`.
         text: request and answer, only where that is allowed.
+        draftworks_request: the schema of the line that it was read from.
     """
 
     id: str
-    time: float
+    time: Number
     server: str
     engine: str
     model: str | None = None
@@ -88,27 +78,29 @@ class ServedRequest:
     source: str | None = None
     language: str | None = None
     thinking: bool | None = None
-    turn: int | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_characters: int | None = None
-    temperature: float | None = None
-    answers: int = 1
+    turn: Count | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    prompt_characters: Count | None = None
+    temperature: Number | None = None
+    answers: Count = 1
     finish: str | None = None
     lossy: bool | None = None
-    passes: int | None = None
-    drafted: int | None = None
-    accepted: int | None = None
-    histogram: tuple[int, ...] | None = None
-    per_pass: tuple[int, ...] | None = None
+    passes: Count | None = None
+    drafted: Count | None = None
+    accepted: Count | None = None
+    histogram: tuple[Count, ...] | None = None
+    per_pass: tuple[Count, ...] | None = None
     prompt: str | None = None
-    text: Mapping[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    draftworks_request: Literal[1] | None = field(default=None, repr=False, compare=False)
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are known, with the mark of the schema."""
         found = {each: getattr(self, each) for each in _NAMES}
         lists = {name: list(value) for name in _LISTS if (value := found[name]) is not None}
-        return {MARK: SCHEMA, **{name: value for name, value in found.items() if value is not None}, **lists}
+        return {name: value for name, value in {**found, **lists, MARK: SCHEMA}.items() if value is not None}
 
     def to_line(self) -> bytes:
         """Return the line of a log, with its end. Raises ValueError for a number that is not finite."""
@@ -121,25 +113,19 @@ class ServedRequest:
         Raises:
             StoreError: it is none, is of another schema, or has a value that cannot be.
         """
-        if not isinstance(values, dict) or values.get(MARK) != SCHEMA:
-            found = values.get(MARK) if isinstance(values, dict) else type(values).__name__
-            raise StoreError(f"not a served request: expected {MARK} {SCHEMA}, found {found!r}")
-        given = {name: value for name, value in values.items() if name != MARK}
-        lists = {name: tuple(given[name]) for name in _LISTS if isinstance(given.get(name), list)}
-        try:
-            request = cls(**{**given, **lists})
-        except TypeError as error:
-            raise StoreError(f"not a served request: {error}") from None
-        request._require_sound()
-        return request
+        return cls.from_line(json.dumps(values).encode())
 
     @classmethod
     def from_line(cls, line: bytes) -> ServedRequest:
         """Return the request of a line. Raises StoreError as `from_json`, or if it is no JSON, as half a line is."""
         try:
-            return cls.from_json(parse_json(line))
-        except ValueError as error:
-            raise StoreError(f"not a line of JSON: {error}") from None
+            found = _ADAPTER.validate_json(line, strict=True)
+        except ValidationError as error:
+            wrong = error.errors(include_input=False)[0]
+            raise StoreError(f"not a served request: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+        if found.draftworks_request is None:
+            raise StoreError(f"not a served request: expected {MARK} {SCHEMA}, found none")
+        return found
 
     @property
     def accepted_in_answer(self) -> int | None:
@@ -154,37 +140,13 @@ class ServedRequest:
         beyond = 1 + self.passes + self.accepted - self.completion_tokens
         return max(self.accepted - max(beyond - 1, 0), 0)
 
-    def _require_sound(self) -> None:
-        wrong = [
-            *(name for name in _TEXTS if not _is(getattr(self, name), str, name in _ALWAYS)),
-            *(name for name in _COUNTS if not _is_count(getattr(self, name), name == "answers")),
-            *(name for name in _LISTS if not _is_counts(getattr(self, name))),
-            *(name for name in _FLAGS if not _is(getattr(self, name), bool, False)),
-            *(["time"] if not _is_number(self.time) else []),
-            *(["temperature"] if self.temperature is not None and not _is_number(self.temperature) else []),
-            *(["text"] if not _is(self.text, dict, False) else []),
-        ]
-        if wrong:
-            raise StoreError(f"not a served request: {wrong[0]} has a value that cannot be")
+
+_ADAPTER = TypeAdapter(ServedRequest)
+_NAMES = (MARK, *(each.name for each in fields(ServedRequest) if each.name != MARK))
 
 
-_NAMES = tuple(each.name for each in fields(ServedRequest))
-
-
-def _is(value: Any, kind: type, needed: bool) -> bool:
-    return isinstance(value, kind) or (value is None and not needed)
-
-
-def _is_count(value: Any, needed: bool = True) -> bool:
-    return (type(value) is int and 0 <= value <= _LARGEST) or (value is None and not needed)
-
-
-def _is_counts(value: Any) -> bool:
-    return value is None or (isinstance(value, tuple) and all(map(_is_count, value)))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
 
 
 def read_counts(engine: str, answer: Mapping[str, Any]) -> RequestCounts | None:

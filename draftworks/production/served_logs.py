@@ -84,17 +84,12 @@ def find_requests_spec(target: TargetSpec) -> RequestsSpec:
     return target.observation.requests
 
 
-def read_served_logs(
-    target: TargetSpec,
-    root: Path,
-    artifacts: ArtifactStore,
-    strategy: str | None = None,
-    clock: Callable[[], float] = time.time,
-) -> ServedLogs:
-    """Read the logs of a target, and assess the drafts of all strategies, or of one.
+def read_logs(target: TargetSpec, root: Path, var: Path, clock: Callable[[], float] = time.time) -> ServedLogs:
+    """Read the logs of a target without assessing what they say.
 
     Args:
         root: the registry's folder.
+        var: folder of all results.
 
     Raises:
         ConfigError: the entry names no logs.
@@ -102,21 +97,34 @@ def read_served_logs(
         StoreError: a record of what was in service is damaged.
     """
     from draftworks.production.request_log import RequestLog
-    from draftworks.production.served_slices import assess_requests, find_newest_draft
 
     spec = find_requests_spec(target)
     names = list(target.strategies)
     default = spec.strategy or (names[0] if len(names) == 1 else None)
-    finder = DraftFinder(artifacts.root, target.name, {one.name: one.strategy for one in target.servers}, default)
+    finder = DraftFinder(var, target.name, {one.name: one.strategy for one in target.servers}, default)
     reading = RequestLog(spec, root, list_models(target, spec, root), finder.find, clock).read()
+    return ServedLogs(reading, (), finder.assumed)
+
+
+def read_served_logs(
+    target: TargetSpec,
+    root: Path,
+    artifacts: ArtifactStore,
+    strategy: str | None = None,
+    clock: Callable[[], float] = time.time,
+) -> ServedLogs:
+    """Read the logs of a target, and assess the drafts of all strategies, or of one. Raises as `read_logs`."""
+    from draftworks.production.served_slices import assess_requests, find_newest_draft
+
+    logs, eval_set = read_logs(target, root, artifacts.root, clock), find_requests_spec(target).eval_set
     standings = []
-    for name, table in reading.requests.items():
+    for name, table in logs.reading.requests.items():
         if strategy in (None, name):
-            promise = _find_promise(artifacts, target.name, name, find_newest_draft(table), spec.eval_set)
+            promise = _find_promise(artifacts, target.name, name, find_newest_draft(table), eval_set)
             problem, promised = (promise, None) if isinstance(promise, str) else ("", promise)
             found = assess_requests(name, table, target.observation, promised)
             standings.append(replace(found, problem=problem))
-    return ServedLogs(reading, tuple(standings), finder.assumed)
+    return replace(logs, standings=tuple(standings))
 
 
 def list_models(target: TargetSpec, spec: RequestsSpec, root: Path) -> list[str]:

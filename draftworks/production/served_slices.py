@@ -195,7 +195,9 @@ def _list_slices(parts: _Hours) -> list[tuple[str, str]]:
     """Return the slices of columns that have several values, by column and value."""
     found = []
     for column in COLUMNS:
-        codes = set(np.unique(np.concatenate([parts.first.columns[column], parts.recent.columns[column]])).tolist())
+        codes: set[int] = set(
+            np.unique(np.concatenate([parts.first.columns[column], parts.recent.columns[column]])).tolist()
+        )
         names = sorted(parts.recent.values[column][code] for code in codes)
         found += [(column, name) for name in names if len(names) > 1]
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftworks.evaluation.acceptance_length import (
     NOTE,
@@ -15,14 +15,14 @@ from draftworks.evaluation.acceptance_length import (
     format_interval,
     format_length,
 )
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference
 from draftworks.evaluation.report.pages import render_table
+from draftworks.evaluation.report.slice_changes import SliceChange
+from draftworks.production.promised import PromptAgreement
+from draftworks.production.request_log import AHEAD, NO_COUNTS, OTHER_MODEL, OTHER_SERVER
+from draftworks.production.served_logs import ServedLogs
+from draftworks.production.served_slices import WITH_ALL, ServedRatio, ServedSlice, ServedStanding
 from draftworks.storage.words import format_count, list_names
-
-if TYPE_CHECKING:  # they import numpy
-    from draftworks.evaluation.ladder.statistics import AcceptanceDifference
-    from draftworks.production.promised import PromptAgreement
-    from draftworks.production.served_logs import ServedLogs
-    from draftworks.production.served_slices import ServedRatio, ServedSlice, ServedStanding
 
 COLUMNS: tuple[str, ...] = (
     "slice by",
@@ -44,6 +44,12 @@ MOST_ROWS = 40
 OTHER_DEPTH = 0.5
 """Difference of proposed tokens per pass from which on acceptance does not compare."""
 _LEAST_SHARE = 0.005
+REMEDIES = {
+    NO_COUNTS: "start vLLM with --per-request-spec-decode-metrics detailed, or ask SGLang with return_spec_tokens_details",
+    OTHER_MODEL: "if it is the target under another name, give that as observation.requests.model",
+    OTHER_SERVER: "set observation.requests.strategy, or name the server in `servers`",
+    AHEAD: "set the clocks",
+}
 
 
 def title(target: str, standing: ServedStanding) -> str:
@@ -62,9 +68,7 @@ def _format_row(found: ServedSlice) -> tuple[str, ...]:
         found.value,
         "0" if found.now is None else f"{found.now.count:,}",
         _format_ratio(found.now),
-        _format_ratio(found.first)
-        if found.compared != "with all" or found.change is None
-        else _format_all(found.change),
+        _format_ratio(found.first) if found.compared != WITH_ALL or found.change is None else _format_all(found.change),
         change,
         "" if found.first is None and found.change is None else found.verdict,
         _format_ratio(found.promised),
@@ -110,7 +114,7 @@ def list_notes(standing: ServedStanding) -> list[str]:
                 f"{standing.sampled:.0%} of the requests are above temperature 0, or do not say it; the walk is greedy"
             )
     notes += [] if standing.prompts is None else _describe_prompts(standing.prompts)
-    return [*notes, *_describe_apart(standing.apart)]
+    return [*notes, *_describe_apart(standing.apart, "request")]
 
 
 def _describe_prompts(found: PromptAgreement) -> list[str]:
@@ -147,8 +151,10 @@ def _describe_prompts(found: PromptAgreement) -> list[str]:
     return notes
 
 
-def _describe_apart(apart: Mapping[str, int]) -> list[str]:
-    return [f"{count:,} requests {reason}" for reason, count in sorted(apart.items(), key=lambda each: -each[1])]
+def _describe_apart(apart: Mapping[str, int], what: str) -> list[str]:
+    """Return how many are in no figure by reason, the most first, with what helps."""
+    ordered = sorted(apart.items(), key=lambda each: -each[1])
+    return [f"{format_count(n, what)} {why}{f': {REMEDIES[why]}' if why in REMEDIES else ''}" for why, n in ordered]
 
 
 def list_log_notes(logs: ServedLogs) -> list[str]:
@@ -156,12 +162,12 @@ def list_log_notes(logs: ServedLogs) -> list[str]:
     reading = logs.reading
     used = sum(len(table) for table in reading.requests.values())
     said = f"{format_count(reading.files, 'log')}, {format_count(reading.lines, 'line')}: {used:,} used"
-    notes = [*reading.remarks, said, *(each.replace("requests", "lines", 1) for each in _describe_apart(reading.apart))]
+    notes = [*reading.remarks, said, *_describe_apart(reading.apart, "line")]
     if reading.skipped:
         notes.append(f"{reading.skipped:,} older lines were not read: raise observation.requests.max_lines")
     if logs.assumed:
         notes.append(
-            f"{logs.assumed:,} lines do not say their draft: it is taken to be the one that was in service at their time"
+            f"{format_count(logs.assumed, 'line')} without a draft: it is taken to be the one that was in service at their time"
         )
     return notes
 
@@ -174,6 +180,23 @@ def render_markdown(target: str, logs: ServedLogs) -> str:
         notes = "\n".join(f"* {each}" for each in list_notes(one))
         parts.append(f"**{title(target, one)}**\n\n{render_table(rows, COLUMNS)}\n\n{CAPTION}\n\n{notes}\n")
     return "\n".join([*parts, "\n".join(f"* {each}" for each in list_log_notes(logs))]) + "\n"
+
+
+def to_slice_changes(standing: ServedStanding) -> tuple[SliceChange, ...]:
+    """Return the slices as those of two reports are told, those that fell first."""
+    return tuple(
+        SliceChange(
+            column=each.column,
+            value=each.value,
+            prompts=0 if each.now is None else each.now.count,
+            compared=None if each.compared is None else "with all" if each.compared == WITH_ALL else "unpaired",
+            figures=each.change,
+            p_value=each.p_value,
+            verdict="too few prompts" if each.verdict == "too few requests" else each.verdict,
+        )
+        for each in standing.slices
+        if each.column
+    )
 
 
 def to_json(logs: ServedLogs) -> dict[str, Any]:

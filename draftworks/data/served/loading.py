@@ -255,7 +255,7 @@ def read_lines(path: Path, max_line_mb: float) -> Iterator[LogLine]:
 
 
 def _cut_prefix(raw: bytes) -> bytes:
-    return _LOG_PREFIX.sub(b"", raw, count=1)
+    return raw if raw.startswith(b"{") else _LOG_PREFIX.sub(b"", raw, count=1)
 
 
 def _parse(line: LogLine, spec: ServedSpec) -> _Parsed:
