@@ -27,6 +27,7 @@ ROOMS = [
         "fleet",
         "planning",
         "decision",
+        "page",
         "notifications",
         "retention",
         "preflight",
