@@ -184,7 +184,8 @@ def read_draft(taught: Taught, root: Path) -> DraftOnDisk:
     commands = {SERVER_COMMANDS["vllm"]: f"vllm serve small --speculative-config '{json.dumps(config)}'"}
     made = {"speculators_eagle3": {"commands": commands}}
     publish_json(root / "var" / "export" / RECORD, {"summary": {"formats": made}})
-    served = ServedDraft("first", "export", {"speculators_eagle3": ""}, "v", "w", "t", "r")
+    origin = json.loads((taught.folder / "config.json").read_text())["provenance"]["target_digest"]
+    served = ServedDraft("first", "export", {"speculators_eagle3": ""}, "v", "w", origin, "r")
     return DraftOnDisk.read(root / "var", served)
 
 
