@@ -158,7 +158,7 @@ class _Builder:
             self.drafts.encode(draft),
             self.weights.encode(f"{request.server}\n{request.weight_version or ''}"),
         )
-        for column, value in zip(self._numbers.values(), row):
+        for column, value in zip(self._numbers.values(), row, strict=True):
             column.append(value)
         for name, value in describe_slices(request).items():
             self._columns[name].append(self._codes[name].encode(value))

@@ -11,11 +11,11 @@ import pytest
 from request_logs import BEGIN, HOUR_S, make_request, make_traffic, write_log
 
 from draftworks.config.observation import ObservationSpec, RequestsSpec
-from draftworks.evaluation.ladder.statistics import Resampling
+from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Interval, Resampling
 from draftworks.production import served_slices
 from draftworks.production.request_log import OTHER_DRAFT, OTHER_WEIGHTS, RequestLog, RequestTable, ServedBy
 from draftworks.production.requests import ServedRequest
-from draftworks.production.served_slices import ServedStanding, assess_requests
+from draftworks.production.served_slices import ServedSlice, ServedStanding, assess_requests
 
 HOURS = ObservationSpec(baseline_hours=24, recent_hours=24)
 QUICK = Resampling(resamples=500)
@@ -51,6 +51,12 @@ def test_the_slice_that_fell_is_named_first_and_those_that_did_not_are_not_named
     assert (tutor.now is not None, tutor.first is not None, tutor.change is not None) == (True, True, True)
     assert tutor.change is not None
     assert tutor.change.interval.low < -0.6 < tutor.change.interval.high
+
+
+def test_what_a_slice_lost_for_certain_is_the_nearer_end_of_its_interval():
+    lost = AcceptanceDifference(1.0, 1.5, Interval(-0.9, -0.1, 0.95), 0.01, 30)
+    assert ServedSlice("source", "a", None, change=lost).certain_loss == 0.1
+    assert ServedSlice("source", "a", None).certain_loss == 0.0
 
 
 def test_where_nothing_changed_nothing_is_named(tmp_path: Path):
