@@ -27,7 +27,6 @@ from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import token_digest
 
 CONVERSATIONS_FOLDER = "conversations"
-MOST_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class PromptAgreement:
             not compared.
         prompts: that were compared; `equal` have the same passes and accepted tokens.
         paired: served minus promised; None without a prompt.
-        differences: the first prompts that are not equal.
+        differences: the prompts that are not equal.
     """
 
     requests: int
@@ -181,7 +180,7 @@ def compare_prompts(table: RequestTable, promise: Promise, resampling: Resamplin
         prompts=len(pairs),
         equal=len(pairs) - len(unequal),
         paired=_compare_paired([(pairs[name], promised[name]) for name in sorted(pairs)], resampling),
-        differences=tuple(unequal[:MOST_SHOWN]),
+        differences=tuple(unequal),
     )
 
 
