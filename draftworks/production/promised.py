@@ -27,7 +27,6 @@ from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import token_digest
 
 CONVERSATIONS_FOLDER = "conversations"
-MOST_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class PromptAgreement:
         prompts: that were compared; `equal` have the same passes and accepted tokens.
         paired: served minus promised; None without a prompt.
         otherwise_read: requests whose prompt had another number of tokens for the server than in the eval set.
-        differences: the first prompts that are not equal.
+        differences: the prompts that are not equal.
     """
 
     requests: int
@@ -185,7 +184,7 @@ def compare_prompts(table: RequestTable, promise: Promise, resampling: Resamplin
         prompts=len(pairs),
         equal=len(pairs) - len(unequal),
         paired=_compare_paired([(pairs[name], promised[name]) for name in sorted(pairs)], resampling),
-        differences=tuple(unequal[:MOST_SHOWN]),
+        differences=tuple(unequal),
         otherwise_read=sum(
             place is not None and 0 <= read != place.tokens >= 0 for place, read in zip(places, matched.read.tolist())
         ),

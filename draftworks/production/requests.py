@@ -206,7 +206,11 @@ def _read_sglang(answer: Mapping[str, Any]) -> RequestCounts | None:
 
 
 def _read_llamacpp(answer: Mapping[str, Any]) -> RequestCounts | None:
-    """`predicted_n` tokens are one of the prefill, the accepted ones, and one of the target's own for each pass."""
+    """`predicted_n` tokens are one of the prefill, the accepted ones, and one of the target's own for each pass.
+
+    Tokens beyond an end token are accepted and not predicted (`tools/server/server-context.cpp`), so an answer that ends with
+    an accepted one has a pass too few; one that ends at its limit has none beyond.
+    """
     found = answer.get("timings") or {}
     if not found.get("draft_n"):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from draftworks.evaluation.acceptance_length import (
@@ -40,7 +41,7 @@ CAPTION = (
     "Fell and rose are corrected for looking at many slices (Holm). The walk is another rung, over the prompts of the eval set "
     "in the same slice."
 )
-MOST_ROWS = 40
+MOST_ROWS, MOST_PROMPTS = 40, 10
 OTHER_DEPTH = 0.5
 """Difference of proposed tokens per pass from which on acceptance does not compare."""
 _LEAST_SHARE = 0.005
@@ -57,8 +58,15 @@ def title(target: str, standing: ServedStanding) -> str:
 
 
 def list_rows(standing: ServedStanding) -> list[tuple[str, ...]]:
-    """Return the cells of the slices that have a request in the last hours, those that fell first, in the order of COLUMNS."""
-    return [_format_row(each) for each in standing.slices if each.now is not None][:MOST_ROWS]
+    """Return the cells of the slices that have a request in the last hours, those that fell first, in the order of COLUMNS.
+
+    Of very many the first MOST_ROWS; a note says so.
+    """
+    return [_format_row(each) for each in islice(_list_measured(standing), MOST_ROWS)]
+
+
+def _list_measured(standing: ServedStanding) -> list[ServedSlice]:
+    return [each for each in standing.slices if each.now is not None]
 
 
 def _format_row(found: ServedSlice) -> tuple[str, ...]:
@@ -94,7 +102,7 @@ def _format_difference(found: AcceptanceDifference | None) -> str:
 
 def list_notes(standing: ServedStanding) -> list[str]:
     """Return what a reader of the table has to know, the slices that fell first."""
-    notes = []
+    notes = _count_more(len(_list_measured(standing)) - MOST_ROWS, "slice")
     if standing.baseline_over:
         fallen = list_names([each.name for each in standing.fallen]) if standing.fallen else "none"
         notes.append(f"fell: {fallen}")
@@ -146,9 +154,13 @@ def _describe_prompts(found: PromptAgreement) -> list[str]:
     notes += [
         f"prompt {one.sample}: {one.served[1]:,} tokens accepted in {one.served[0]:,} passes, promised {one.promised[1]:,} in "
         f"{one.promised[0]:,}"
-        for one in found.differences
+        for one in islice(found.differences, MOST_PROMPTS)
     ]
-    return notes
+    return [*notes, *_count_more(len(found.differences) - MOST_PROMPTS, "prompt")]
+
+
+def _count_more(number: int, what: str) -> list[str]:
+    return [f"and {format_count(number, f'more {what}')}, see --json"] if number > 0 else []
 
 
 def _describe_apart(apart: Mapping[str, int], what: str) -> list[str]:
