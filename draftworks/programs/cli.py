@@ -262,7 +262,7 @@ COMMANDS = {
     "observe": CommandPlace(
         "observe",
         "observe",
-        "Read the counters of a target's servers, and show what they accept beside their first hours and the walk.",
+        "Read servers' counters and logs of requests, and show what is accepted beside first hours and the walk.",
         SEE,
     ),
     "record": CommandPlace(

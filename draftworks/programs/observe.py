@@ -39,8 +39,7 @@ def observe(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     registry: RegistryOption = CHECKOUT_REGISTRY,
 ) -> None:
-    """Read the counters of a target's servers and the logs of its requests, and show what they accept beside their first
-    hours and the walk."""
+    """Read servers' counters and logs of requests, and show what is accepted beside first hours and the walk."""
     from draftworks.production.observer import Observer
     from draftworks.production.served_logs import read_served_logs
     from draftworks.production.silent_servers import explain_standing
