@@ -75,6 +75,7 @@ class DraftSection:
     measured_over_time: LineChart | None = None
     served_over_time: LineChart | None = None
     servers: Table | None = None
+    requests: tuple[Table, ...] = ()
     curves: tuple[LineChart, ...] = ()
     service: Table | None = None
     decisions: Table | None = None
@@ -141,6 +142,7 @@ class _SectionReader:
             eval_sets=tuple(self._try(lambda: list(_read_eval_sets(self._find("report"))), [])),
             measured_over_time=self._try(self._draw_reports, None),
             **({} if target is None else self._read_servers(target)),
+            requests=() if target is None else tuple(self._try(lambda: list(self._read_requests(target)), [])),
             curves=tuple(self._try(lambda: list(_draw_training(self._find("draft"))), [])),
             service=self._try(self._list_service, None),
             decisions=self._try(self._list_decisions, None),
@@ -190,6 +192,18 @@ class _SectionReader:
             }
 
         return self._try(read, {})
+
+    def _read_requests(self, target: TargetSpec) -> Iterator[Table]:
+        """Yield what logged requests accept, by slice, beside the walk and the draft's first hours."""
+        if target.observation.requests is None:
+            return
+        from draftworks.production.served_logs import read_served_logs  # numpy
+        from draftworks.production.served_view import COLUMNS as SLICES_OF_REQUESTS
+        from draftworks.production.served_view import list_rows
+
+        logs = read_served_logs(target, self.registry.root, self.artifacts, self.status.strategy)
+        for standing in logs.standings:
+            yield Table(SLICES_OF_REQUESTS, tuple(list_rows(standing)))
 
     def _list_service(self) -> Table | None:
         history = ServiceRegister(self.artifacts.root, *self._names).read_history()

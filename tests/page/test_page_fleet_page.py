@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 from measured_fleet import MeasuredFleet, may, walk
+from request_logs import make_traffic, write_log
 from typer.testing import CliRunner
 
 from draftworks.page.contents import read_page
@@ -104,6 +107,22 @@ def test_what_is_damaged_is_told_in_its_place_and_the_rest_is_shown(fleet: Measu
     assert not sections["other"].problems
     assert sections["other"].eval_sets[0].drafts is not None
     assert "not a saved plan" in render_fleet_page(page)
+
+
+def test_what_logged_requests_accept_stands_beside_the_walk(fleet: MeasuredFleet):
+    fleet.add_measured("good", walk(1.5))
+    draft = fleet.artifacts.load_current("eagle3_draft", "good").path.name
+    traffic = [replace(one, model="m", draft=draft) for one in make_traffic({"chat": (0.6, 0.2), HOSTILE: (0.5, 0.5)})]
+    write_log(fleet.registry.root / "logs" / "one.jsonl", traffic)
+    entry = yaml.safe_load(fleet.target_file("good").read_text())
+    entry["observation"] = {"requests": {"files": ["logs/*.jsonl"], "model": "m"}}
+    fleet.target_file("good").write_text(yaml.safe_dump(entry))
+    page = read_page(fleet.registry, NOW)
+    [found] = [one.requests for one in page.sections]
+    [table] = found
+    assert [row[:2] for row in table.rows[:2]] == [("all", ""), ("source", "chat")], "what fell stands first"
+    assert "fell" in table.rows[1]
+    assert "script" not in Tags(render_fleet_page(page)).names
 
 
 def test_a_registry_without_a_target_says_what_to_do(fleet: MeasuredFleet):
