@@ -45,7 +45,7 @@ SENTENCES = {
     "page",
     "new",
 }
-SENTENCES |= {"exchange", "in-service", "decide", "accept", "hold", "release", "pin", "unpin"}
+SENTENCES |= {"record", "bundle", "exchange", "in-service", "decide", "accept", "hold", "release", "pin", "unpin"}
 """Commands that print no table, or only that of `plan`."""
 EVERYTHING = 10_000
 Show = Callable[[int], str]
