@@ -37,7 +37,7 @@ GROUP = "exports"
 def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     """Make the asset `{strategy}_export`. It runs after the report, whose model card it copies beside the weights."""
     names = of_strategy(strategy.name)
-    formats = ", ".join(spec.name for spec in strategy.exports)
+    formats = ", ".join(spec.name for spec in strategy.usual_exports)
 
     @asset(
         group=GROUP,

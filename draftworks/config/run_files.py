@@ -15,8 +15,9 @@ from pydantic import Field, field_validator, model_validator
 from draftworks.config.base import Spec, SpecType
 from draftworks.config.capture import CaptureSpec, FeatureStorage, SGLangSpec, VLLMSpec
 from draftworks.config.data import AnswersSampling
+from draftworks.config.exports import ExportSettings
 from draftworks.config.features import ObjectFeaturesSpec, StoreKind, StreamFollower, StreamingSpec, StreamSteps
-from draftworks.config.registry_files import DatasetSpec, EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
+from draftworks.config.registry_files import DatasetSpec, EvaluationSpec, ResponseSpec, TrainingSpec
 from draftworks.config.service import DataSpec, ServingEngine, ServingSpec
 from draftworks.config.strict_yaml import load_yaml
 from draftworks.storage.names import require_name

@@ -23,7 +23,7 @@ def export(run: ExportRun, ctx: ProgramContext) -> dict[str, Any]:
     choice = choose_formats(draft, run.export.formats)
     for name, reason in choice.refused.items():
         ctx.log(f"{name}: left out: {reason}")
-    results = [export_draft(draft, name, run.out / name, run.export.dtype, card) for name in choice.chosen]
+    results = [export_draft(draft, name, run.out / name, run.export.dtype, card, run.export) for name in choice.chosen]
     for result in results:
         ctx.log(_format_gates(result))
     return {
