@@ -157,8 +157,8 @@ class GgufFormat(ExportFormat):
             f"{name}.rope.dimension_count": shape.head_dim,
             **self._build_rope_keys(shape.rope),
             **reduced,
-            **self.build_own_keys(draft),
             **build_vocabulary_keys(draft.target, shape.vocab_size, self.settings.gguf.pre_tokenizer),
+            **self.build_own_keys(draft),
         }
 
     def build_rope_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:

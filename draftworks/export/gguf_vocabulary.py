@@ -23,7 +23,7 @@ _USUAL = ("llama-bpe", "qwen2", "gpt-2", "smollm")
 """Names that converters write for cuts that llama.cpp knows by several names."""
 _CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _EITHER_CASE = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "mask": "mask"}
 
 
 def build_vocabulary_keys(target: TargetFiles, size: int, pre_tokenizer: str | None) -> dict[str, Any]:
