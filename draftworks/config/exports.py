@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from draftworks.config.base import Dtype, Spec
 
 Quantisation = Literal["q8_0"]
+
+
+GGUF_FORMATS = "gguf_"
+"""What names of formats that are GGUF files begin with."""
 
 
 class GgufSettings(Spec):
@@ -40,6 +44,23 @@ class ExportSettings(Spec):
     )
     dtype: Dtype = Field(default="bfloat16", description="Dtype of the exported weights.")
     gguf: GgufSettings = Field(default_factory=GgufSettings)
+
+    @model_validator(mode="after")
+    def _gguf_is_written(self) -> ExportSettings:
+        if self.gguf != GgufSettings() and not self.names_gguf:
+            raise ValueError(
+                "gguf is set, but formats names no GGUF file, such as gguf_eagle3: add it, or leave gguf out"
+            )
+        return self
+
+    @property
+    def names_gguf(self) -> bool:
+        return any(name.startswith(GGUF_FORMATS) for name in self.formats or ())
+
+    @property
+    def quantises(self) -> bool:
+        """Whether a draft is quantised, and walked before it is handed out."""
+        return self.gguf.quantise is not None and self.names_gguf
 
     @model_serializer(mode="wrap")
     def _leave_out_what_is_not_said(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

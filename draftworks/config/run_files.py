@@ -384,6 +384,13 @@ class ExportRun(TargetRun):
     draft: Path = Field(description="Folder of a trained draft.")
     export: ExportSettings = Field(default_factory=ExportSettings)
     card: Path | None = Field(default=None, description="File of the draft's model card, to go beside the weights.")
+    heldout: FeatureSet | None = Field(
+        default=None, description="What a quantised draft is walked over, beside the draft as it is; needed for one."
+    )
+    store: StoreSpec | None = Field(default=None, description="Where those features are.")
+    draft_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens proposed per pass on that walk; default what the draft is trained for."
+    )
 
 
 class DraftServing(Spec):

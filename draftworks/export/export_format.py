@@ -130,6 +130,11 @@ class ExportFormat(ABC):
         """Return the draft with the weights that are left in the files."""
         return draft.build_strategy(dtype)
 
+    @property
+    def quantises(self) -> bool:
+        """Whether its files hold less of a draft than a dtype leaves: such a draft is walked before it is handed out."""
+        return False
+
     def find_vocabulary_problem(self, tensors: Mapping[str, Tensor], vocab_size: int) -> str | None:
         """Return what is wrong with the reduced vocabulary of a file; None if nothing is."""
         missing = [name for name in ("d2t", "t2d") if name not in tensors]

@@ -69,6 +69,7 @@ def export_draft(
     dtype: Dtype = "bfloat16",
     card: str = "",
     settings: ExportSettings | None = None,
+    note: str = "",
 ) -> ExportResult:
     """Write one format into `out`, which is complete or absent, and run the gates over the written files.
 
@@ -78,6 +79,7 @@ def export_draft(
         out: replaced if it exists.
         card: a model card, the first part of README.md.
         settings: what else the target's entry says of its exports.
+        note: a sentence for README.md, such as what was measured of the files.
 
     Raises:
         ConfigError: no such format, or servers that read it would compute another draft.
@@ -90,7 +92,7 @@ def export_draft(
     strategy = export_format.build_strategy(draft, torch_dtype)
     with publish_folder(out) as staging:
         export_format.write_files(staging, draft, torch_dtype, describe_provenance(draft))
-        (staging / CARD).write_text(render_readme(export_format, draft, card), encoding="utf-8")
+        (staging / CARD).write_text(render_readme(export_format, draft, card, note), encoding="utf-8")
     return ExportResult(
         format=format_name,
         path=out,
@@ -159,7 +161,7 @@ def describe_provenance(draft: CanonicalDraft) -> dict[str, Any]:
     }
 
 
-def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str) -> str:
+def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str, note: str = "") -> str:
     """Return the text: the model card, or a title where there is none, and a section on serving."""
     lines = [card.rstrip() if card else f"# {draft.record.strategy} draft of {draft.target.name}"]
     lines += [
@@ -168,6 +170,7 @@ def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str)
         "",
         f"Format `{export_format.name}`. Loaded by: {export_format.describe_loaders(draft)}",
         "",
+        *([note, ""] if note else []),
     ]
     for server, command in export_format.build_serve_commands(draft, DRAFT_FOLDER).items():
         lines += [f"{server}:", "", "```", command, "```", ""]

@@ -87,6 +87,10 @@ class GgufFormat(ExportFormat):
     def rounding(self, dtype: torch.dtype) -> Rounding:
         return Rounding(dtype, self.settings.gguf.quantise)
 
+    @property
+    def quantises(self) -> bool:
+        return self.settings.gguf.quantise is not None
+
     def hold(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return self.rounding(dtype).hold(tensor)
 

@@ -36,7 +36,8 @@ FILES = [(case, kind) for case in CASES for kind in ROUNDINGS]
 
 
 def settings(quantise: str | None = None, pre_tokenizer: str | None = None) -> ExportSettings:
-    return ExportSettings.model_validate({"gguf": {"quantise": quantise, "pre_tokenizer": pre_tokenizer}})
+    gguf = {"quantise": quantise, "pre_tokenizer": pre_tokenizer}
+    return ExportSettings.model_validate({"formats": ["gguf_eagle3"], "gguf": gguf})
 
 
 def export(draft: CanonicalDraft, case: GgufCase, kind: str, out: Path) -> ExportResult:
@@ -198,6 +199,13 @@ def test_a_format_on_request_is_written_only_where_it_is_named(sound: CanonicalD
     assert spec.identify_exports(["gguf_eagle3"]) == [*usual, "gguf_eagle3"]
     assert "gguf" not in StrategyEntry().export.model_dump()
     assert settings("q8_0").model_dump()["gguf"]["quantise"] == "q8_0"
+
+
+def test_settings_of_files_that_are_not_written_are_refused():
+    with pytest.raises(ValueError, match="gguf is set, but formats names no GGUF file, such as gguf_eagle3"):
+        ExportSettings.model_validate({"gguf": {"quantise": "q8_0"}})
+    assert not ExportSettings(formats=["gguf_eagle3"]).quantises
+    assert settings("q8_0").quantises
 
 
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
