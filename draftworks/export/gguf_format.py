@@ -144,16 +144,11 @@ class GgufFormat(ExportFormat):
         Raises:
             ConfigError: also if the package gguf is missing, or the target's vocabulary cannot be written.
         """
-        require_gguf(f"{draft.folder}: {self.name}")
         shape, name = self.derive_shape(draft), self.architecture
         sizes = {f"{name}.{key}": getattr(shape, field) for field, key in _SIZES.items()}
         reduced = {} if shape.draft_vocab_size is None else {_DRAFT_VOCABULARY: shape.draft_vocab_size}
-        return {
+        own = {
             ARCHITECTURE: name,
-            "general.type": "model",
-            "general.name": f"{draft.target.name} {draft.record.strategy} draft",
-            "general.file_type": self.rounding(dtype).file_type,
-            "general.quantization_version": 2,
             **sizes,
             f"{name}.attention.value_length": shape.head_dim,
             f"{name}.context_length": draft.config["max_position_embeddings"],
@@ -161,8 +156,28 @@ class GgufFormat(ExportFormat):
             f"{name}.rope.dimension_count": shape.head_dim,
             **self._build_rope_keys(shape.rope),
             **reduced,
-            **build_vocabulary_keys(draft.target, shape.vocab_size, self.settings.gguf.pre_tokenizer),
             **self.build_own_keys(draft),
+        }
+        return self.join_keys(draft, dtype, own, shape.vocab_size)
+
+    def join_keys(
+        self, draft: CanonicalDraft, dtype: torch.dtype, own: Mapping[str, Any], vocab_size: int
+    ) -> dict[str, Any]:
+        """Return the metadata of a draft: keys of its kind, which go first, and those of any file."""
+        require_gguf(f"{draft.folder}: {self.name}")
+        return {
+            **own,
+            "general.type": "model",
+            "general.name": f"{draft.target.name} {draft.record.strategy} draft",
+            "general.file_type": self.rounding(dtype).file_type,
+            "general.quantization_version": 2,
+            **{
+                key: value
+                for key, value in build_vocabulary_keys(
+                    draft.target, vocab_size, self.settings.gguf.pre_tokenizer
+                ).items()
+                if key not in own
+            },
         }
 
     def build_rope_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:

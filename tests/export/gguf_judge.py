@@ -1,6 +1,7 @@
 """llama.cpp's own converter on a target and on exports of its drafts: `python gguf_judge.py SOURCES OUT TARGET KIND=EXPORT …`.
 
 KIND is an `--outtype`. A file `EXPORT-KIND.gguf` is written into OUT for each, and for the target `f32`, as `target.gguf`.
+KIND `mtp` is the layer of the target `EXPORT` alone, in f32: `mtp.gguf`.
 A way of cutting text that the converter does not know (the embedded target's) is taken for gpt-2's, which it is.
 """
 
@@ -29,9 +30,14 @@ def main() -> None:
     converter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(converter)
     for kind, folder in [("f32", target), *(each.split("=", 1) for each in asked)]:
-        name = "target" if folder == target else f"{Path(folder).name}-{kind}"
-        command = ["convert", folder, "--outtype", kind, "--outfile", str(Path(out) / f"{name}.gguf")]
-        sys.argv = command if folder == target else [*command, "--target-model-dir", target]
+        if kind == "mtp":
+            name, more = "mtp", ["--mtp"]
+        elif folder == target:
+            name, more = "target", []
+        else:
+            name, more = f"{Path(folder).name}-{kind}", ["--target-model-dir", target]
+        kind = "f32" if kind == "mtp" else kind
+        sys.argv = ["convert", folder, "--outtype", kind, "--outfile", str(Path(out) / f"{name}.gguf"), *more]
         converter.main()
 
 

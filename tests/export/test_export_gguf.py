@@ -13,6 +13,7 @@ import pytest
 import torch
 from export_toys import LLAMA3_ROPE, Toys
 from gguf_drafts import CASES, ROUNDINGS, GgufCase, convert, make_gguf_draft, summarise
+from mtp_toys import save_target_with_mtp, save_tuned
 
 from draftworks.config.exports import ExportSettings
 from draftworks.config.registry_files import StrategyEntry
@@ -20,6 +21,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.conventions import GGUF_PROVENANCE
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import ExportResult, choose_formats, export_draft
 from draftworks.export.gates import check_export
@@ -71,6 +73,18 @@ def test_the_converter_still_says_what_is_recorded(tiny_target: TargetFiles, tin
     convert(tmp_path, tiny_folder, *asked)
     found = {f"{case.format}-{kind}": summarise(tmp_path / f"{case.format}-{kind}.gguf") for case, kind in FILES}
     assert found == JUDGED
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_the_layer_of_a_target_is_what_the_converter_writes_of_it(kind: str, tmp_path: Path):
+    target = save_target_with_mtp(kind, tmp_path / "target")
+    convert(tmp_path, tmp_path / "target", f"mtp={tmp_path / 'target'}")
+    export_draft(save_tuned(target, tmp_path / "draft", 0.0), "gguf_mtp", tmp_path / "out", "float32")
+    ours, theirs = summarise(tmp_path / "out" / DRAFT_FILE), summarise(tmp_path / "mtp.gguf")
+    assert ours["tensors"] == theirs["tensors"]
+    del ours["metadata"][GGUF_PROVENANCE]
+    assert ours["metadata"] == theirs["metadata"]
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,19 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gguf_drafts import JUDGE_PYTHON, LLAMA_CPP, convert
-from ladder_toys import TTT, Answers, Ladder, build_ladder, greedy_answers, make_draft
+from ladder_toys import TTT, Answers, Ladder, MakeDraft, build_ladder, greedy_answers, make_draft
+from mtp_toys import mtp, save_target_with_mtp
 from processes import ending
+from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
-from draftworks.config.exports import ExportSettings
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.draft_io import save_draft
 from draftworks.evaluation.ladder.replay import replay_all
@@ -100,13 +102,8 @@ def serving(command: str, folder: Path) -> Iterator[str]:
             yield url
 
 
-def teach(site: Site, strategy: str) -> Ladder:
-    ladder = build_ladder(
-        site.answers,
-        site.target,
-        STEPS,
-        lambda parts, samples: make_draft(strategy, parts, samples, **DRAFTS[strategy]),
-    )
+def teach(site: Site, strategy: str, steps: int, make: MakeDraft) -> Ladder:
+    ladder = build_ladder(site.answers, site.target, steps, make)
     ladder.strategy.model.float()
     save_draft(site.folder / strategy, ladder.strategy, site.target.digest)
     return ladder
@@ -138,11 +135,9 @@ def serve(site: Site, ladder: Ladder, command: str) -> dict[str, dict[str, Any]]
     return counts
 
 
-@pytest.mark.parametrize("strategy", DRAFTS)
-def test_a_live_server_accepts_what_the_walk_said(site: Site, strategy: str):
-    ladder, out = teach(site, strategy), site.folder / f"gguf_{strategy}"
-    draft = CanonicalDraft.load(site.folder / strategy, site.target)
-    made = export_draft(draft, f"gguf_{strategy}", out, "float32", settings=ExportSettings())
+def require_served_as_walked(site: Site, ladder: Ladder, strategy: str) -> None:
+    draft, out = CanonicalDraft.load(site.folder / strategy, site.target), site.folder / f"gguf_{strategy}"
+    made = export_draft(draft, f"gguf_{strategy}", out, "float32")
     command = made.commands["llama.cpp"].replace(DRAFT_FOLDER, str(out)).replace(TARGET_FILE, str(site.model))
     counts, passes = serve(site, ladder, command), count_passes(ladder)
     for sample in ladder.samples:
@@ -150,3 +145,18 @@ def test_a_live_server_accepts_what_the_walk_said(site: Site, strategy: str):
         assert len(sample.answer) - 1 - accepted == passes[sample.name], sample.name
     # Equal counts of nothing would say little.
     assert sum(each["draft_n_accepted"] for each in counts.values()) > sum(passes.values()) / 4
+
+
+@pytest.mark.parametrize("strategy", DRAFTS)
+def test_a_live_server_accepts_what_the_walk_said(site: Site, strategy: str):
+    make = partial(make_draft, strategy, **DRAFTS[strategy])
+    require_served_as_walked(site, teach(site, strategy, STEPS, make), strategy)
+
+
+def test_a_live_server_accepts_what_the_walk_said_of_a_tuned_layer_of_the_targets_own(site: Site, tmp_path: Path):
+    target = save_target_with_mtp("qwen3_5", tmp_path / "target")
+    convert(tmp_path, tmp_path / "target")
+    # transformers computes linear attention in single precision, whatever the model's dtype is
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
+    tuned = Site(tmp_path, target, greedy_answers(Path(site.target.model), 4, LONGEST, model))
+    require_served_as_walked(tuned, teach(tuned, "mtp", 45, partial(mtp, num_steps=TTT)), "mtp")

@@ -75,7 +75,7 @@ def make_gguf_draft(strategy: str, target: TargetFiles, folder: Path, **options:
 
 
 def convert(out: Path, target: Path, *asked: str) -> None:
-    """Have llama.cpp's converter write a target and exports of its drafts; see tests/export/gguf_judge.py."""
+    """Have llama.cpp's converter write a target, its MTP layer, exports of its drafts; see tests/export/gguf_judge.py."""
     judge = [JUDGE_PYTHON, _ROOT / "tests" / "export" / "gguf_judge.py"]
     subprocess.run([*judge, LLAMA_CPP / "llama.cpp", out, target, *asked], check=True, env={"PATH": "/usr/bin:/bin"})
 
