@@ -1,7 +1,7 @@
 """llama.cpp's own server loads our GGUF files by the command that we print, and accepts what the walk said, prompt by prompt.
 
 Only sums of a request are counted there. A server proposes at most as many tokens as are left but one, so that a last token
-which the walk counts as accepted is the target's own there; the passes are the same.
+which the walk counts as accepted may be the target's own there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from waiting import wait_until
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.draft_io import save_draft
+from draftworks.evaluation.ladder.prompt_acceptance import AnswerTrace
 from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.conventions import DRAFT_FOLDER
@@ -109,13 +110,13 @@ def teach(site: Site, strategy: str, steps: int, make: MakeDraft) -> Ladder:
     return ladder
 
 
-def count_passes(ladder: Ladder) -> dict[str, int]:
-    """The passes of the walk over each answer."""
+def walk(ladder: Ladder) -> dict[str, AnswerTrace]:
+    """The walk over each answer."""
     names = {sample.name for sample in ladder.samples}
     ladder.strategy.model.to(ladder.model.dtype)
     walked = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
     found = {one.walk.sample_id: one.first_answer for one in walked}
-    return {name: len(trace.passes) for name, trace in found.items() if trace is not None}
+    return {name: trace for name, trace in found.items() if trace is not None}
 
 
 def serve(site: Site, ladder: Ladder, command: str) -> dict[str, dict[str, Any]]:
@@ -139,12 +140,15 @@ def require_served_as_walked(site: Site, ladder: Ladder, strategy: str) -> None:
     draft, out = CanonicalDraft.load(site.folder / strategy, site.target), site.folder / f"gguf_{strategy}"
     made = export_draft(draft, f"gguf_{strategy}", out, "float32")
     command = made.commands["llama.cpp"].replace(DRAFT_FOLDER, str(out)).replace(TARGET_FILE, str(site.model))
-    counts, passes = serve(site, ladder, command), count_passes(ladder)
+    counts, walks, passes = serve(site, ladder, command), walk(ladder), 0
     for sample in ladder.samples:
-        accepted = counts[sample.name]["draft_n_accepted"]
-        assert len(sample.answer) - 1 - accepted == passes[sample.name], sample.name
+        accepted = [each.accepted for each in walks[sample.name].passes]
+        passes += len(accepted)
+        ends_with_a_proposal = 1 + len(accepted) + sum(accepted) > len(sample.answer)
+        possible = {sum(accepted), sum(accepted) - ends_with_a_proposal}
+        assert counts[sample.name]["draft_n_accepted"] in possible, sample.name
     # Equal counts of nothing would say little.
-    assert sum(each["draft_n_accepted"] for each in counts.values()) > sum(passes.values()) / 4
+    assert sum(each["draft_n_accepted"] for each in counts.values()) > passes / 4
 
 
 @pytest.mark.parametrize("strategy", DRAFTS)

@@ -246,7 +246,7 @@ SETTINGS = [
     ),
     Settings(
         GgufSettings(),
-        lambda gguf: of_entry(StrategyEntry(export=ExportSettings(gguf=gguf))),
+        lambda gguf: of_entry(StrategyEntry(export=ExportSettings(formats=["gguf_eagle3"], gguf=gguf))),
         {"pre_tokenizer", "quantise", "least_kept"},
         set(),
         {"pre_tokenizer": "gpt-2", "quantise": "q8_0"},
