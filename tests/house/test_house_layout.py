@@ -26,6 +26,7 @@ ROOMS = [
         "fleet",
         "planning",
         "decision",
+        "page",
         "notifications",
         "retention",
         "preflight",
