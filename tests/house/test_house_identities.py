@@ -238,7 +238,7 @@ SETTINGS = [
         },
     ),
     Settings(
-        ExportSettings(),
+        ExportSettings(formats=["gguf_eagle3"]),
         lambda export: of_entry(StrategyEntry(export=export)),
         {"formats", "dtype", "gguf"},
         set(),
