@@ -45,6 +45,10 @@ class GgufCase:
     def format(self) -> str:
         return f"gguf_{self.strategy}"
 
+    def __str__(self) -> str:
+        """The test's id."""
+        return self.format
+
 
 CASES = (
     GgufCase("eagle3", "sglang_eagle3", {"ttt_length": 4, "draft_vocab_size": 410, "layer_ids": [1, 4, 5]}),
