@@ -31,9 +31,22 @@ from draftworks.programs.summary import build_acceptance_table, build_strategy_m
 from draftworks.storage.artifacts import Artifact
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
-SENTENCES = {"check", "doctor", "run", "ui", "engine", "import", "export-features", "notify", "promote", "rollback"}
+SENTENCES = {
+    "check",
+    "doctor",
+    "run",
+    "ui",
+    "engine",
+    "import",
+    "export-features",
+    "notify",
+    "promote",
+    "rollback",
+    "page",
+    "new",
+}
 SENTENCES |= {"exchange", "in-service", "decide", "accept", "hold", "release", "pin", "unpin"}
-"""Commands that print no table."""
+"""Commands that print no table, or only that of `plan`."""
 EVERYTHING = 10_000
 Show = Callable[[int], str]
 
