@@ -51,6 +51,7 @@ SGLANG := .venv-sglang
 VLLM := .venv-vllm
 MOONCAKE := .venv-mooncake
 CLUSTER := .cluster
+LLAMA_CPP := .llama-cpp
 RAY := .venv-ray
 TRACKERS := .venv-trackers
 # The modules that have a marker: others would be imported for nothing.
@@ -107,7 +108,7 @@ test-changed: $(VENV)/ready .dagster/ready
 	tests=$$?; wait $$types; types=$$?; echo "types:"; tail -n 20 $(VENV)/types.log; test $$tests -eq 0 && test $$types -eq 0
 
 # Room by room: what passed in this checkout is not run again. Another start: make test-long LONG="--only data cluster".
-test-long: $(VENV)/ready $(SGLANG)/ready $(VLLM)/ready $(MOONCAKE)/ready $(CLUSTER)/ready $(RAY)/ready
+test-long: $(VENV)/ready $(SGLANG)/ready $(VLLM)/ready $(MOONCAKE)/ready $(CLUSTER)/ready $(RAY)/ready $(LLAMA_CPP)/ready
 	$(BIN)/python -m tools.long_tests --libraries "$(MOONCAKE_LIBRARIES)" $(LONG)
 
 # What was noticed before is not asked again while the defect is the same: remove the file of verdicts after tests were cut.
@@ -272,6 +273,11 @@ $(MOONCAKE)/ready: tools/mooncake-requirements.txt $(VENV)/ready
 $(CLUSTER)/ready: tools/cluster_packages.sh $(VENV)/ready
 	tools/cluster_packages.sh $(CLUSTER)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cluster-test]'
+	@touch $@
+
+# Nothing is installed: llama.cpp's server is built from its sources, once for a version (a quarter of an hour on one core).
+$(LLAMA_CPP)/ready: tools/llama_cpp.sh | $(VENV)/ready
+	PYTHON=$(BIN)/python tools/llama_cpp.sh $(LLAMA_CPP)
 	@touch $@
 
 # As Mooncake's: .venv and one library more.

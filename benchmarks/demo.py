@@ -111,7 +111,7 @@ def choose_left_out(folder: str, names: list[str]) -> set[str]:
     """Return what of a checkout's folder is not copied: results, the history of runs, environments."""
     if Path(folder).name == ".dagster":
         return set(names) - {"dagster.yaml"}
-    return {name for name in names if name in ("var", ".git", ".cluster") or name.startswith(".venv")}
+    return {name for name in names if name in ("var", ".git", ".cluster", ".llama-cpp") or name.startswith(".venv")}
 
 
 def read_walk(var: Path, draft: str) -> str:

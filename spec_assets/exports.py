@@ -9,11 +9,12 @@ import dagster as dg
 from draftworks.config.run_files import ExportRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.export.conventions import DRAFT_FOLDER, GATE_MEANINGS, READABLE
-from draftworks.planning.identities import find_card
+from draftworks.planning.identities import find_card, locate_feature_set
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.identity import digest
 from draftworks.storage.names import TARGET_MODEL, of_strategy
 from draftworks.storage.records import ExportIdentity
+from draftworks.targets.registry import HELDOUT
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
@@ -37,7 +38,7 @@ GROUP = "exports"
 def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     """Make the asset `{strategy}_export`. It runs after the report, whose model card it copies beside the weights."""
     names = of_strategy(strategy.name)
-    formats = ", ".join(spec.name for spec in strategy.exports)
+    formats = ", ".join(spec.name for spec in strategy.usual_exports)
 
     @asset(
         group=GROUP,
@@ -59,6 +60,13 @@ def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         def build(out: Path) -> BuildResult:
             require_publishable(workspace)
             run = ExportRun(out=out, target=files, draft=draft.path, export=settings, card=card)
+            if settings.quantises:
+                walked = {
+                    "heldout": locate_feature_set(workspace.results, target.name, HELDOUT),
+                    "store": workspace.locate_feature_store(files),
+                    "draft_tokens": target.evaluation.draft_tokens,
+                }
+                run = run.model_copy(update=walked)
             job = launch(context, launcher, workspace, "export", run, processes=1, device="cpu")
             made = job.report["formats"]
             return BuildResult(digest({name: result["digest"] for name, result in made.items()}), job.report)
@@ -97,6 +105,10 @@ def describe_export(artifact: Artifact) -> dict[str, Any]:
         "weights_digest": artifact.summary["weights_digest"],
         "model_card": ExportIdentity.of(artifact).card is not None,
     }
+    for name, result in made.items():
+        if "quantised" in result:
+            walked = result["quantised"]
+            metadata |= {f"{name}_acceptance_length": walked["length"], f"{name}_kept": walked["kept"]}
     refused = artifact.summary["refused"]
     return metadata | ({"left_out": format_table(("format", "why"), refused.items())} if refused else {})
 

@@ -226,7 +226,7 @@ class StrategyTemplate:
     def text(self, text: str) -> str:
         if self._strategy is None:
             return text
-        formats = ", ".join(export.name for export in self._strategy.exports)
+        formats = ", ".join(export.name for export in self._strategy.usual_exports)
         text = text.replace(self._strategy.description, "").replace(f": {formats}", "" if formats else f": {formats}")
         return text.replace(self._strategy.name, "{strategy}").strip()
 

@@ -15,6 +15,7 @@ from draftworks.config.base import DistinctNames, Dtype, Spec
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.data import MixSpec, ResponseSpec, ServedSpec
 from draftworks.config.decoding import LoopSpec
+from draftworks.config.exports import ExportSettings
 from draftworks.config.features import StreamingSpec, StreamSteps, count_steps
 from draftworks.config.observation import (
     ObservationSpec,
@@ -210,15 +211,6 @@ class EvaluationSpec(Spec):
         """Return the options that determine the figures of reports on these strategies' drafts; without any, the greedy ones."""
         decided = self.model_dump(include={"draft_tokens", "confidence", "resamples", "slices"})
         return {**decided, "loop": self.loop.to_identity(strategies), "intervals": INTERVALS_REVISION}
-
-
-class ExportSettings(Spec):
-    """Formats and dtype in which a draft is exported for servers."""
-
-    formats: list[str] | None = Field(
-        default=None, description="Names of export formats of the strategy; default all that fit, [] for no export."
-    )
-    dtype: Dtype = Field(default="bfloat16", description="Dtype of the exported weights.")
 
 
 class StrategyEntry(Spec):

@@ -15,8 +15,9 @@ from pydantic import Field, field_validator, model_validator
 from draftworks.config.base import Spec, SpecType
 from draftworks.config.capture import CaptureSpec, FeatureStorage, SGLangSpec, VLLMSpec
 from draftworks.config.data import AnswersSampling
+from draftworks.config.exports import ExportSettings
 from draftworks.config.features import ObjectFeaturesSpec, StoreKind, StreamFollower, StreamingSpec, StreamSteps
-from draftworks.config.registry_files import DatasetSpec, EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
+from draftworks.config.registry_files import DatasetSpec, EvaluationSpec, ResponseSpec, TrainingSpec
 from draftworks.config.service import DataSpec, ServingEngine, ServingSpec
 from draftworks.config.strict_yaml import load_yaml
 from draftworks.storage.names import require_name
@@ -383,6 +384,13 @@ class ExportRun(TargetRun):
     draft: Path = Field(description="Folder of a trained draft.")
     export: ExportSettings = Field(default_factory=ExportSettings)
     card: Path | None = Field(default=None, description="File of the draft's model card, to go beside the weights.")
+    heldout: FeatureSet | None = Field(
+        default=None, description="What a quantised draft is walked over, beside the draft as it is; needed for one."
+    )
+    store: StoreSpec | None = Field(default=None, description="Where those features are.")
+    draft_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens proposed per pass on that walk; default what the draft is trained for."
+    )
 
 
 class DraftServing(Spec):

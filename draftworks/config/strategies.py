@@ -76,6 +76,7 @@ class ExportSpec:
         uses_unscaled_embeddings: whether its loaders look up unscaled rows of the target's embedding matrix, although the draft
             embeds as the target does.
         model_types: types of targets (of the text config) whose drafts its loaders know; None if it does not matter.
+        on_request: whether it is written only where `export.formats` names it.
         revision: of what is written; a larger one makes exports anew.
     """
 
@@ -87,6 +88,7 @@ class ExportSpec:
     refuses: Callable[[Any, tuple[LayerTap, ...]], str | None] | None = None
     uses_unscaled_embeddings: bool = False
     model_types: tuple[str, ...] | None = None
+    on_request: bool = False
     revision: int = 1
 
     @property
@@ -230,6 +232,16 @@ class StrategySpec:
         uneven = num_heads is not None and hidden_size % num_heads and getattr(options, "num_heads", None) is None
         return options.to_identity() | ({"num_heads": "dividing"} if self.heads_divide_hidden and uneven else {})
 
+    @property
+    def usual_exports(self) -> tuple[ExportSpec, ...]:
+        """The formats that are written where an entry names none."""
+        return tuple(export for export in self.exports if not export.on_request)
+
+    def identify_exports(self, wanted: Iterable[str] | None) -> list[str]:
+        """Return what decides how an entry's exports are written: the usual formats, and of the others those that it names."""
+        named = set(wanted or ())
+        return [export.identity for export in self.exports if not export.on_request or export.name in named]
+
     def export(self, name: str) -> ExportSpec:
         """Return the export format with that name. Raises ConfigError with the closest names if it is unknown."""
         formats = {spec.name: spec for spec in self.exports}
@@ -240,8 +252,8 @@ class StrategySpec:
     def find_refusals(
         self, options: StrategyOptions, taps: tuple[LayerTap, ...], wanted: Iterable[str] | None = None
     ) -> dict[str, str]:
-        """Return name and reason of the formats in `wanted` (None: all) that cannot hold a draft of these options."""
-        formats = self.exports if wanted is None else [self.export(name) for name in wanted]
+        """Return name and reason of the formats in `wanted` (None: the usual ones) that cannot hold a draft of these options."""
+        formats = self.usual_exports if wanted is None else [self.export(name) for name in wanted]
         reasons = {spec.name: spec.find_refusal(options, taps) for spec in formats}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 

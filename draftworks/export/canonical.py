@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,8 @@ class CanonicalDraft:
 
     def find_refusals(self, wanted: Iterable[str] | None = None) -> dict[str, str]:
         """Return the reason for each format in which a server would compute another draft, by name of the format."""
-        refused = self.spec.find_refusals(self.options, self.taps, wanted)
-        names = [export.name for export in self.spec.exports] if wanted is None else wanted
+        names = [export.name for export in self.spec.usual_exports] if wanted is None else list(wanted)
+        refused = self.spec.find_refusals(self.options, self.taps, names)
         scale = self.parts.embedding_scale
         unscaled = {name: why for name in names if (why := self.spec.export(name).find_embedding_refusal(scale))}
         kind = self.config.get("model_type")
@@ -97,8 +98,13 @@ class CanonicalDraft:
         except KeyError as error:
             raise StoreError(f"{self.folder / WEIGHTS}: tensor {error} is missing. Train the draft again") from error
 
-    def build_strategy(self, dtype: torch.dtype = torch.float32) -> DraftStrategy:
+    def build_strategy(
+        self, dtype: torch.dtype = torch.float32, hold: Callable[[Tensor], Tensor] | None = None
+    ) -> DraftStrategy:
         """Build the strategy with these weights, rounded to `dtype` like the target's; it computes in fp32.
+
+        Args:
+            hold: returns what is left of a weight in a file that holds it otherwise.
 
         Raises:
             StoreError: tensors are missing, unexpected or of another shape.
@@ -111,7 +117,8 @@ class CanonicalDraft:
             raise StoreError(
                 f"{self.folder / WEIGHTS}: tensors that do not fit its config.json: {differing}. Train the draft again"
             )
-        strategy.model.load_state_dict({name: round_tensor(tensor, dtype) for name, tensor in self.weights.items()})
+        left = hold or partial(round_tensor, dtype=dtype)
+        strategy.model.load_state_dict({name: left(tensor) for name, tensor in self.weights.items()})
         return strategy
 
 

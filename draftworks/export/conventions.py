@@ -31,6 +31,8 @@ SERVER_COMMANDS: dict[ServingEngine, str] = {"sglang": "SGLang", "vllm": "vLLM, 
 """Key of the command in an export's metadata by which an engine serves target and draft."""
 PROVENANCE = "provenance"
 """Key of config.json for the origin of the draft; loaders ignore it."""
+GGUF_PROVENANCE = "draftworks.provenance"
+"""The same in a GGUF file, as the text of a JSON object."""
 READABLE = "readable"
 GATE_MEANINGS = {
     READABLE: "config.json and the weights can be read.",

@@ -10,15 +10,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from draftworks.config.draft_options import CONFIG, WEIGHTS
+from draftworks.config.exports import ExportSettings
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import load_dotted, resolve_strategy
-from draftworks.export.canonical import CanonicalDraft
-from draftworks.storage.files import describe_changes
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.export.canonical import CanonicalDraft, Checkpoint, read_checkpoint, round_tensor
+from draftworks.export.conventions import PROVENANCE
+from draftworks.export.vocabulary import find_vocabulary_problem
+from draftworks.storage.files import describe_changes, publish_json
 from draftworks.storage.identity import LayerTap
 
 Shapes = dict[str, tuple[int, ...]]
@@ -60,10 +67,16 @@ class ExportFormat(ABC):
     """A file format for drafts of one strategy.
 
     Methods that take a `config` get any config.json of this format, not only ours.
+
+    Attributes:
+        files: names of the files that a server loads, the one with the weights last.
+        settings: what the target's entry says of its exports.
     """
 
     name: str
     strategy: str
+    files: tuple[str, ...] = (CONFIG, WEIGHTS)
+    settings: ExportSettings = ExportSettings()
 
     @abstractmethod
     def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
@@ -97,6 +110,38 @@ class ExportFormat(ABC):
             ConfigError: a key is missing, or it describes a draft that no strategy here can be.
         """
 
+    def write_files(
+        self, folder: Path, draft: CanonicalDraft, dtype: torch.dtype, provenance: Mapping[str, Any]
+    ) -> None:
+        """Write `files` into a folder: safetensors and config.json."""
+        tensors = {name: self.hold(tensor, dtype) for name, tensor in self.build_tensors(draft).items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        publish_json(folder / CONFIG, self.build_config(draft, dtype) | {PROVENANCE: dict(provenance)})
+
+    def read_files(self, folder: Path) -> Checkpoint:
+        """Read what `write_files` wrote. Raises StoreError for files that are missing or damaged."""
+        return read_checkpoint(folder)
+
+    def hold(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what is left of a tensor in the files of an export in `dtype`, as `read_files` gives it back."""
+        return round_tensor(tensor, dtype)
+
+    def build_strategy(self, draft: CanonicalDraft, dtype: torch.dtype) -> DraftStrategy:
+        """Return the draft with the weights that are left in the files."""
+        return draft.build_strategy(dtype)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether its files hold less of a draft than a dtype leaves: such a draft is walked before it is handed out."""
+        return False
+
+    def find_vocabulary_problem(self, tensors: Mapping[str, Tensor], vocab_size: int) -> str | None:
+        """Return what is wrong with the reduced vocabulary of a file; None if nothing is."""
+        missing = [name for name in ("d2t", "t2d") if name not in tensors]
+        if missing:
+            return f"tensor {missing[0]} is missing"
+        return find_vocabulary_problem(tensors["d2t"], tensors["t2d"], vocab_size)
+
     def list_remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
         """Return sentences for the user who imports such a checkpoint: how ambiguous keys were read."""
         return []
@@ -114,10 +159,17 @@ class ExportFormat(ABC):
 
 
 def list_formats(strategy: str) -> list[str]:
-    """Return the names of a strategy's export formats."""
-    return [spec.name for spec in resolve_strategy(strategy).exports]
+    """Return the names of the export formats that a strategy's drafts are written in where none is named."""
+    return [spec.name for spec in resolve_strategy(strategy).usual_exports]
 
 
-def load_format(strategy: str, name: str) -> ExportFormat:
-    """Return a strategy's format by name. Raises ConfigError if there is none."""
-    return load_dotted(resolve_strategy(strategy).export(name).factory)()
+def load_format(strategy: str, name: str, settings: ExportSettings | None = None) -> ExportFormat:
+    """Return a strategy's format by name. Raises ConfigError if there is none.
+
+    Args:
+        settings: what the target's entry says of its exports.
+    """
+    made: ExportFormat = load_dotted(resolve_strategy(strategy).export(name).factory)()
+    if settings is not None:
+        made.settings = settings
+    return made

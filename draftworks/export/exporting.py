@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from draftworks.config.draft_options import CONFIG, WEIGHTS
-from draftworks.config.registry_files import Dtype
+from draftworks.config.base import Dtype
+from draftworks.config.exports import ExportSettings
 from draftworks.errors import ConfigError
-from draftworks.export.canonical import CanonicalDraft, round_tensor
-from draftworks.export.conventions import CARD, DRAFT_FOLDER, PROVENANCE
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.conventions import CARD, DRAFT_FOLDER
 from draftworks.export.export_format import ExportFormat, list_formats, load_format
 from draftworks.export.gates import GateResult, check_export
-from draftworks.storage.files import publish_folder, publish_json
+from draftworks.storage.files import publish_folder
 from draftworks.storage.identity import digest, file_digest
 
 
@@ -30,7 +29,7 @@ class ExportResult:
     """The outcome of one export.
 
     Attributes:
-        digest: of config.json and the weights, which is what a server loads.
+        digest: of the files that a server loads.
         loaders: which software loads it, from which version on.
         commands: the command line that serves the target with it, by server; `DRAFT_FOLDER` stands for its path.
     """
@@ -64,7 +63,13 @@ class FormatChoice:
 
 
 def export_draft(
-    draft: CanonicalDraft, format_name: str, out: Path, dtype: Dtype = "bfloat16", card: str = ""
+    draft: CanonicalDraft,
+    format_name: str,
+    out: Path,
+    dtype: Dtype = "bfloat16",
+    card: str = "",
+    settings: ExportSettings | None = None,
+    note: str = "",
 ) -> ExportResult:
     """Write one format into `out`, which is complete or absent, and run the gates over the written files.
 
@@ -73,25 +78,27 @@ def export_draft(
     Args:
         out: replaced if it exists.
         card: a model card, the first part of README.md.
+        settings: what else the target's entry says of its exports.
+        note: a sentence for README.md, such as what was measured of the files.
 
     Raises:
         ConfigError: no such format, or servers that read it would compute another draft.
         StoreError: the draft's weights do not fit its configuration.
     """
-    export_format = load_format(draft.record.strategy, format_name)
+    export_format = load_format(draft.record.strategy, format_name, settings)
     for reason in draft.find_refusals([format_name]).values():
         raise build_refusal_error(draft, format_name, reason)
     torch_dtype = getattr(torch, dtype)
-    strategy = draft.build_strategy(torch_dtype)
+    strategy = export_format.build_strategy(draft, torch_dtype)
     with publish_folder(out) as staging:
-        _write(staging, export_format, draft, torch_dtype)
-        (staging / CARD).write_text(render_readme(export_format, draft, card), encoding="utf-8")
+        export_format.write_files(staging, draft, torch_dtype, describe_provenance(draft))
+        (staging / CARD).write_text(render_readme(export_format, draft, card, note), encoding="utf-8")
     return ExportResult(
         format=format_name,
         path=out,
         dtype=dtype,
-        nbytes=(out / WEIGHTS).stat().st_size,
-        digest=digest([file_digest(out / name) for name in (CONFIG, WEIGHTS)]),
+        nbytes=(out / export_format.files[-1]).stat().st_size,
+        digest=digest([file_digest(out / name) for name in export_format.files]),
         loaders=export_format.describe_loaders(draft),
         commands=export_format.build_serve_commands(draft, DRAFT_FOLDER),
         gates=check_export(out, export_format, draft, strategy, torch_dtype),
@@ -154,14 +161,7 @@ def describe_provenance(draft: CanonicalDraft) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, export_format: ExportFormat, draft: CanonicalDraft, dtype: torch.dtype) -> None:
-    tensors = {name: round_tensor(tensor, dtype) for name, tensor in export_format.build_tensors(draft).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config = export_format.build_config(draft, dtype) | {PROVENANCE: describe_provenance(draft)}
-    publish_json(folder / CONFIG, config)
-
-
-def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str) -> str:
+def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str, note: str = "") -> str:
     """Return the text: the model card, or a title where there is none, and a section on serving."""
     lines = [card.rstrip() if card else f"# {draft.record.strategy} draft of {draft.target.name}"]
     lines += [
@@ -170,8 +170,9 @@ def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str)
         "",
         f"Format `{export_format.name}`. Loaded by: {export_format.describe_loaders(draft)}",
         "",
+        *([note, ""] if note else []),
     ]
     for server, command in export_format.build_serve_commands(draft, DRAFT_FOLDER).items():
         lines += [f"{server}:", "", "```", command, "```", ""]
-    lines.append("What the weights are, by digests, is under `provenance` in config.json.")
+    lines.append(f"What the weights are, by digests, is under `provenance` in {export_format.files[0]}.")
     return "\n".join(lines) + "\n"

@@ -21,9 +21,10 @@ from torch import Tensor
 from draftworks.config.strategies import load_dotted, resolve_export
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, DraftworksError, StoreError
-from draftworks.export.canonical import CanonicalDraft, read_checkpoint, round_target, round_tensor
+from draftworks.export.canonical import CanonicalDraft, round_target
 from draftworks.export.conventions import PROVENANCE, READABLE
 from draftworks.export.export_format import DraftShape, ExportFormat
+from draftworks.export.readers.gguf_file import DRAFT_FILE, read_gguf_folder
 from draftworks.export.readers.reader import ExportFolder, ExportReader, TargetTensors
 from draftworks.storage.files import describe_changes
 from draftworks.storage.identity import LayerTap
@@ -66,30 +67,6 @@ def _build_config(where: str, part: Mapping[str, Any]) -> str:
         raise ConfigError(
             f"{where}: transformers cannot build a configuration of model_type {part['model_type']!r} from it: {reason}"
         ) from error
-
-
-def find_vocabulary_problem(d2t: Tensor, t2d: Tensor, vocab_size: int) -> str | None:
-    """Return what is wrong with a reduced vocabulary; None if d2t leads to the ascending ids that `t2d` marks.
-
-    Args:
-        d2t: (V_d,) int64, target id = draft id + d2t[draft id].
-        t2d: (vocab_size,) bool.
-    """
-    if d2t.dtype != torch.int64 or d2t.ndim != 1:
-        return f"d2t: expected int64 of one dimension, found {d2t.dtype} {tuple(d2t.shape)}"
-    if t2d.dtype != torch.bool or tuple(t2d.shape) != (vocab_size,):
-        return f"t2d: expected bool ({vocab_size},), found {t2d.dtype} {tuple(t2d.shape)}"
-    marked = t2d.nonzero()[:, 0]
-    if torch.equal(d2t, marked) and not torch.equal(marked, torch.arange(len(marked))):
-        return "d2t holds the target's ids themselves; expected offsets, target id = draft id + d2t[draft id]"
-    ids = d2t + torch.arange(len(d2t))
-    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        return f"d2t leads to ids outside the target's vocabulary, 0..{vocab_size - 1}"
-    if bool((ids.diff() <= 0).any()):
-        return "d2t leads to ids that do not ascend"
-    if not torch.equal(ids, marked):
-        return f"t2d marks {len(marked)} tokens, not the {len(ids)} that d2t leads to"
-    return None
 
 
 LOGITS_TOLERANCE = 1e-5
@@ -147,7 +124,7 @@ def check_export(
         strategy: `draft.build_strategy(dtype)`.
     """
     try:
-        found = read_checkpoint(folder)
+        found = export_format.read_files(folder)
     except DraftworksError as error:
         return (GateResult(False, str(error), name=READABLE),)
     export = ExportedDraft(folder, export_format, draft, strategy, dtype, found.config, found.tensors)
@@ -190,7 +167,8 @@ def _check_tensors_equal(export: ExportedDraft) -> GateResult:
     wrong = [
         name
         for name, tensor in expected.items()
-        if name not in export.tensors or not _equal_bits(round_tensor(tensor, export.dtype), export.tensors[name])
+        if name not in export.tensors
+        or not _equal_bits(export.export_format.hold(tensor, export.dtype), export.tensors[name])
     ]
     if wrong:
         return GateResult(False, f"not the draft's own after re-reading: {list_names(wrong)}")
@@ -211,7 +189,7 @@ def _check_vocabulary(export: ExportedDraft) -> GateResult:
     shape = export.expected_shape
     if "d2t" not in export.export_format.list_expected_tensors(shape):
         return GateResult(True, "the target's full vocabulary: no mapping")
-    problem = find_vocabulary_problem(export.require_tensor("d2t"), export.require_tensor("t2d"), shape.vocab_size)
+    problem = export.export_format.find_vocabulary_problem(export.tensors, shape.vocab_size)
     if problem:
         return GateResult(False, problem)
     return GateResult(
@@ -300,7 +278,8 @@ def open_export(
         StoreError: a file is missing or unreadable, or lacks a value that the computation needs.
     """
     read = load_dotted(resolve_export(export_format).reader)
-    return read(ExportFolder.read(folder), target, dtype)
+    found = read_gguf_folder(folder) if (folder / DRAFT_FILE).exists() else ExportFolder.read(folder)
+    return read(found, target, dtype)
 
 
 CONTEXTS = (1, 2, 7, 24)

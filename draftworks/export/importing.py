@@ -25,7 +25,7 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft, Checkpoint, read_checkpoint, read_object
 from draftworks.export.conventions import LAYER_IDS_MEAN, NORM_OUTPUT_MEANS, PROVENANCE
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes, list_formats, load_format
-from draftworks.export.gates import find_vocabulary_problem
+from draftworks.export.vocabulary import find_vocabulary_problem
 from draftworks.storage.files import describe_changes, publish_folder
 from draftworks.storage.identity import LayerTap
 from draftworks.storage.words import list_names

@@ -414,14 +414,23 @@ def find_card(results: Results, strategy: StrategySpec, draft: Artifact) -> Path
     return report.path / CARD
 
 
+def _identify_quantised_walk(results: Results, target: TargetSpec, strategy: StrategySpec) -> dict[str, Any]:
+    """Return what decides the walk of a quantised draft; {} for one that is not quantised."""
+    if not target.strategies[strategy.name].export.quantises:
+        return {}
+    answers = results.artifacts.load_current(of_eval_set(HELDOUT).responses, target.name).data_version
+    return {"walked": {"answers": answers, "draft_tokens": target.evaluation.draft_tokens}}
+
+
 def _identify_export(results: Results, target: TargetSpec, strategy: StrategySpec) -> dict[str, Any]:
     draft = results.artifacts.load_current(of_strategy(strategy.name).draft, target.name)
     files, card = results.resolve_target_files(target.name), find_card(results, strategy, draft)
+    settings = target.strategies[strategy.name].export
     return ExportIdentity(
         draft=draft.path.name,
         weights=draft.data_version,
         target=[files.digest, files.model, files.revision],
-        settings=target.strategies[strategy.name].export.model_dump(),
-        formats=[spec.identity for spec in strategy.exports],
+        settings=settings.model_dump() | _identify_quantised_walk(results, target, strategy),
+        formats=strategy.identify_exports(settings.formats),
         card=None if card is None else file_digest(card),
     ).to_json()

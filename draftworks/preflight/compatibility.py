@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from draftworks.config.draft_options import find_embedding_scale, read_draft_config
+from draftworks.config.exports import ExportSettings
 from draftworks.config.features import StreamFollower, StreamSteps, require_one_schedule
-from draftworks.config.registry_files import ExportSettings, TargetSpec
+from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import VOCAB_FILE, TargetFiles
 from draftworks.config.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
 from draftworks.config.trackers import require_tensorboard, require_trackers
@@ -210,7 +211,7 @@ def _check_export(
     if any(export.uses_unscaled_embeddings for export in exports):
         scale = find_embedding_scale(read_text_config(files).get("model_type"), files.hidden_size)
         refused |= {export.name: why for export in exports if (why := export.find_embedding_refusal(scale))}
-    useless = settings.formats is None and bool(refused) and len(refused) == len(strategy.exports)
+    useless = settings.formats is None and bool(refused) and len(refused) == len(strategy.usual_exports)
     if refused and (useless or settings.formats is not None):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(f"{where}: it cannot be written as {reasons}. Train without it, or set other formats")

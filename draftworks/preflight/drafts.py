@@ -55,7 +55,7 @@ class BuiltDraft:
 def check_exports(built: BuiltDraft, target: TargetSpec, files: TargetFiles, findings: Findings) -> None:
     """Check that the formats hold the draft, that servers read their config.json, and that SGLang can do what is asked."""
     canonical, formats = built.as_canonical(files), built.entry.export.formats
-    wanted = [spec.name for spec in built.strategy.exports] if formats is None else formats
+    wanted = [spec.name for spec in built.strategy.usual_exports] if formats is None else formats
     refused = canonical.find_refusals(wanted)
     if refused and (formats is not None or len(refused) == len(wanted)):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
@@ -70,7 +70,7 @@ def check_exports(built: BuiltDraft, target: TargetSpec, files: TargetFiles, fin
 def _check_config(built: BuiltDraft, canonical: CanonicalDraft, name: str, findings: Findings) -> None:
     """Build the config.json of a format, and parse it with the servers' configuration classes."""
     try:
-        config = load_format(built.strategy.name, name).build_config(
+        config = load_format(built.strategy.name, name, built.entry.export).build_config(
             canonical, getattr(torch, built.entry.export.dtype)
         )
         build_server_configs(config)

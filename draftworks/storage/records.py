@@ -96,9 +96,9 @@ class ExportIdentity:
         draft: digest of what the draft was made from.
         weights: version of the draft's weights.
         target: digest of the target's weights, its path or hub id, and its commit; some formats name the target.
-        settings: formats and dtype that the target's entry asks for.
-        formats: all export formats of the strategy with their revisions, so that an export is made again when one is added,
-            or written otherwise.
+        settings: formats and dtype that the target's entry asks for; of a quantised draft also on which answers it is walked.
+        formats: the export formats of the strategy that are written unasked, and those that were asked for, with their
+            revisions, so that an export is made again when one is added, or written otherwise.
         card: digest of the model card's file; None where there is none.
     """
 

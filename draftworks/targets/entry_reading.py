@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from draftworks.config.base import SpecType
 from draftworks.config.launchers import check_overrides
 from draftworks.config.operations import DeploymentSpec
-from draftworks.config.registry_files import ExportSettings, StrategyEntry, TargetSpec
+from draftworks.config.registry_files import StrategyEntry, TargetSpec
 from draftworks.config.strategies import list_option_models, resolve_strategy
 from draftworks.config.strict_yaml import Beside, describe_validation_error, read_mapping
 from draftworks.errors import ConfigError
@@ -94,7 +94,7 @@ def _read_strategy(path: Path, name: str, entry: StrategyEntry) -> Parsed[Strate
         except ConfigError as error:
             problems.append(f"{path}: strategies: {error}")
     if entry.export.formats is not None and formats != entry.export.formats:
-        changes["export"] = ExportSettings(formats=formats or None, dtype=entry.export.dtype)
+        changes["export"] = entry.export.model_copy(update={"formats": formats or None})
     return Parsed(entry.model_copy(update=changes) if changes else entry, tuple(problems))
 
 

@@ -250,7 +250,7 @@ def _make_config(header: GgufHeader, family: _Family, fields: _Fields) -> dict[s
         "head_dim": head_dim,
         "vocab_size": sizes.vocab_size,
         "max_position_embeddings": sizes.context,
-        "rms_norm_eps": _shorten(fields.require("attention.layer_norm_rms_epsilon", float)),
+        "rms_norm_eps": shorten(fields.require("attention.layer_norm_rms_epsilon", float)),
         "rope_parameters": _make_rope(header, fields, head_dim),
         "tie_word_embeddings": "output.weight" not in names,
         **({"attention_bias": "blk.0.attn_q.bias" in names} if family.model_type != "qwen2" else {}),
@@ -278,7 +278,7 @@ def _require_plain_attention(header: GgufHeader, family: _Family, fields: _Field
 
 
 def _make_rope(header: GgufHeader, fields: _Fields, head_dim: int) -> dict[str, Any]:
-    theta = _shorten(fields.require("rope.freq_base", float, 10000.0))
+    theta = shorten(fields.require("rope.freq_base", float, 10000.0))
     kind = fields.find("rope.scaling.type")
     factors = next((each for each in header.tensors if each.name == ROPE_FACTORS), None)
     if kind == "linear":
@@ -335,7 +335,7 @@ def _find_names(tensor: GgufTensor, family: _Family) -> tuple[str, ...]:
     return tuple(whole.format(number) for number in range(tensor.shape[0])) if "{}" in whole else (whole,)
 
 
-def _shorten(value: float) -> float:
+def shorten(value: float) -> float:
     """Return the number with the fewest digits that is the same in single precision: 1e-05, not 9.999999747378752e-06."""
     for digits in range(1, 10):
         short = float(f"{value:.{digits}g}")

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.errors import ConfigError, StoreError
-from draftworks.export import exporting
+from draftworks.export import export_format as formats_module
 from draftworks.export.canonical import CONFIG, INDEX, WEIGHTS, CanonicalDraft, read_checkpoint
 from draftworks.export.conventions import from_format, to_format
 from draftworks.export.export_format import load_format
@@ -58,7 +58,7 @@ FROM_TOKENS = {
 
 
 def test_every_registered_format_is_tried_here():
-    registered = {spec.name for name in list_strategies() for spec in resolve_strategy(name).exports}
+    registered = {spec.name for name in list_strategies() for spec in resolve_strategy(name).usual_exports}
     registered -= {"target_mtp", "speculators_mtp"}  # of targets that have such a layer: tests/strategies/mtp
     assert registered == set(FORMATS)
     for name, strategy in FORMATS.items():
@@ -241,7 +241,7 @@ def test_a_failed_export_leaves_the_one_before_as_it_was(toys: Toys, monkeypatch
     def no_space(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(exporting, "publish_json", no_space)
+    monkeypatch.setattr(formats_module, "publish_json", no_space)
     with pytest.raises(OSError, match="no space"):
         export_draft(draft, "sglang_eagle3", out, "float32")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from draftworks.config.base import Spec
 from draftworks.config.capture import CaptureSpec, CustomEngineSpec, ServerSpec, SGLangSpec, StartedServer, VLLMSpec
 from draftworks.config.data import EndpointSpec, MixSpec, RedactionSpec, ResponseSpec, ServedSpec
+from draftworks.config.exports import ExportSettings, GgufSettings
 from draftworks.config.features import (
     BucketAccess,
     ControlSpec,
@@ -44,7 +45,6 @@ from draftworks.config.registry_files import (
     DataSpec,
     EvalSpec,
     EvaluationSpec,
-    ExportSettings,
     LoopSpec,
     StrategyEntry,
     TargetSpec,
@@ -238,11 +238,18 @@ SETTINGS = [
         },
     ),
     Settings(
-        ExportSettings(),
+        ExportSettings(formats=["gguf_eagle3"]),
         lambda export: of_entry(StrategyEntry(export=export)),
-        {"formats", "dtype"},
+        {"formats", "dtype", "gguf"},
         set(),
-        {"formats": []},
+        {"formats": [], "gguf": GgufSettings(quantise="q8_0")},
+    ),
+    Settings(
+        GgufSettings(),
+        lambda gguf: of_entry(StrategyEntry(export=ExportSettings(formats=["gguf_eagle3"], gguf=gguf))),
+        {"pre_tokenizer", "quantise", "least_kept"},
+        set(),
+        {"pre_tokenizer": "gpt-2", "quantise": "q8_0"},
     ),
     Settings(
         GateSpec(),

@@ -17,7 +17,7 @@ from click.testing import Result
 from decision_site import HOUR, DecisionSite
 from typer.testing import CliRunner
 
-from draftworks.config.registry_files import ExportSettings
+from draftworks.config.exports import ExportSettings
 from draftworks.config.run_files import ExportRun, TargetFiles
 from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.draft_io import save_draft

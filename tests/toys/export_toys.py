@@ -32,7 +32,7 @@ LLAMA3_ROPE = {
 DFLASH = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "num_taps": 3}
 OPTIONS = {name: list_options(name, DFLASH) | cases.exported for name, cases in find_cases().items()}
 EAGLE3 = OPTIONS["eagle3"]
-FORMATS = {each.name: name for name in OPTIONS for each in resolve_strategy(name).exports}
+FORMATS = {each.name: name for name in OPTIONS for each in resolve_strategy(name).usual_exports}
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,19 @@ def read_rope(folder: ExportFolder, section: str, head_dim: int) -> RopeTable:
     }
     found = folder.find_setting(f"{section}rope_parameters", old)
     rope = {name: value for name, value in found.items() if value is not None}
-    kind = rope.get("rope_type", rope.get("type", "default"))
     try:
-        return _KINDS[kind](rope, _compute_frequencies(float(rope["rope_theta"]), head_dim))
+        return make_rope_table(rope, head_dim)
     except (KeyError, TypeError) as error:
         raise StoreError(
             f"{folder.path / CONFIG}: {section}rope_parameters: expected rope_theta and the parameters of one of "
             f"{', '.join(_KINDS)}, found {rope} ({error})"
         ) from error
+
+
+def make_rope_table(rope: Mapping[str, Any], head_dim: int) -> RopeTable:
+    """Return the table of parameters in the spelling of transformers. Raises KeyError for one that is missing."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return _KINDS[kind](rope, _compute_frequencies(float(rope["rope_theta"]), head_dim))
 
 
 def _compute_frequencies(theta: float, head_dim: int) -> Tensor:

@@ -49,6 +49,8 @@ class ExportFolder:
 
     def find_setting(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or `default` where it is missing or null."""
+        if key in self.config:  # GGUF's keys have dots of their own
+            return default if self.config[key] is None else self.config[key]
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None

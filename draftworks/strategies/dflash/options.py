@@ -174,6 +174,15 @@ def refuse_anchored_windows(options: DFlashOptions, taps: tuple[LayerTap, ...]) 
     return None
 
 
+def refuse_partial_windows(options: DFlashOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    """Return why llama.cpp's format cannot hold such a draft; None if it can."""
+    if options.sliding_window_kind != "token":
+        return f"sliding_window_kind {options.sliding_window_kind}: llama.cpp counts a window from each token"
+    if len(set(options.layer_windows())) > 1:
+        return "sliding_layers: in llama.cpp the whole draft is causal inside a block, as layers with a window are, or none of it is"
+    return None
+
+
 def _list_metric_sums(options: DFlashOptions) -> MetricSums:
     return MetricSums(options.block_size - 1)
 
@@ -207,6 +216,15 @@ DFLASH = register_strategy(
                 counting="layers_passed",
                 refuses=refuse_windows,
                 uses_unscaled_embeddings=True,
+            ),
+            ExportSpec(
+                name="gguf_dflash",
+                description="llama.cpp's server: a GGUF file. Not with a rope scaled as Llama 3.1's.",
+                factory="draftworks.strategies.dflash.export_gguf:GgufDFlash",
+                reader="draftworks.strategies.dflash.reader_gguf:read_gguf_dflash",
+                counting="layers_passed",
+                refuses=refuse_partial_windows,
+                on_request=True,
             ),
         ),
     )

@@ -23,6 +23,7 @@ from draftworks.strategies.dflash.options import (
     check_dflash,
     choose_dflash_taps,
     refuse_anchored_windows,
+    refuse_partial_windows,
     refuse_windows,
 )
 
@@ -131,6 +132,15 @@ DFLASH2 = register_strategy(
                 counting="layers_passed",
                 refuses=_speculators_refuses,
                 uses_unscaled_embeddings=True,
+            ),
+            ExportSpec(
+                name="gguf_dflash2",
+                description="llama.cpp's server: a GGUF file. Not with a rope scaled as Llama 3.1's.",
+                factory="draftworks.strategies.dflash2.export_gguf:GgufDFlash2",
+                reader="draftworks.strategies.dflash2.reader_gguf:read_gguf_dflash2",
+                counting="layers_passed",
+                refuses=refuse_partial_windows,
+                on_request=True,
             ),
         ),
     )

@@ -15,6 +15,7 @@ from draftworks.strategies.dflash.options import (
     check_dflash,
     choose_dflash_taps,
     refuse_anchored_windows,
+    refuse_partial_windows,
     refuse_windows,
 )
 
@@ -80,6 +81,14 @@ def _sglang_refuses(options: DSparkOptions, taps: tuple[LayerTap, ...]) -> str |
     return refuse_anchored_windows(options, taps)
 
 
+def _llama_cpp_refuses(options: DSparkOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    if options.markov_head_type != "vanilla" or options.markov_rank == 0:
+        return "llama.cpp has the vanilla Markov head and no other"
+    if options.confidence_head and not options.confidence_with_markov:
+        return "confidence_with_markov: false: llama.cpp's confidence head reads the Markov embedding too"
+    return refuse_partial_windows(options, taps)
+
+
 def _list_metric_sums(options: DSparkOptions) -> MetricSums:
     confidence = ("confidence_error",) if options.confidence_head else ()
     return MetricSums(options.block_size, ("loss", "acceptance", *confidence), ("accept_len", "tau"))
@@ -113,6 +122,15 @@ DSPARK = register_strategy(
                 counting="layers_passed",
                 refuses=refuse_windows,
                 uses_unscaled_embeddings=True,
+            ),
+            ExportSpec(
+                name="gguf_dspark",
+                description="llama.cpp's server: a GGUF file. Vanilla Markov head; not with a rope scaled as Llama 3.1's.",
+                factory="draftworks.strategies.dspark.export_gguf:GgufDSpark",
+                reader="draftworks.strategies.dspark.reader_gguf:read_gguf_dspark",
+                counting="layers_passed",
+                refuses=_llama_cpp_refuses,
+                on_request=True,
             ),
         ),
     )

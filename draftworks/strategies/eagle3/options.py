@@ -118,6 +118,9 @@ def check_eagle3(options: Eagle3Options, target: TargetSizes) -> None:
     check_served_heads("eagle3", options.num_heads, target.hidden_size)
 
 
+_LLAMA_CPP_TAPS = 3
+
+
 def _mean_over_positions(options: Eagle3Options) -> str | None:
     """Return why samples cannot be packed: SpecForge's loss depends on batching and padding; a packed row would change it."""
     return "with loss: specforge takes means over padded positions" if options.loss == "specforge" else None
@@ -139,6 +142,18 @@ def _sglang_refuses(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> str |
         return "feedback: post_norm: SGLang before #24663 would feed back the un-normed state without a word"
     if len(taps) == 1:
         return "one tap: SGLang skips `fc` where the target's features are as wide as the embedding"
+    return _no_server_computes(options, taps)
+
+
+def _llama_cpp_refuses(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> str | None:
+    if options.fc_norm:
+        return "fc_norm: llama.cpp has one norm over all taps, or none"
+    if options.feedback == "post_norm":
+        return "feedback: post_norm: llama.cpp feeds back the state before the norm"
+    if options.sliding_window is not None:
+        return "sliding_window: llama.cpp's EAGLE-3 attends to everything"
+    if len(taps) != _LLAMA_CPP_TAPS:
+        return f"{len(taps)} taps: llama.cpp loads EAGLE-3 drafts of {_LLAMA_CPP_TAPS}"
     return _no_server_computes(options, taps)
 
 
@@ -178,6 +193,16 @@ EAGLE3 = register_strategy(
                 reader="draftworks.strategies.eagle3.reader:read_speculators_eagle3",
                 counting="layers_passed",
                 refuses=_no_server_computes,
+            ),
+            ExportSpec(
+                name="gguf_eagle3",
+                description="llama.cpp's server: a GGUF file. Three taps, feedback pre_norm.",
+                factory="draftworks.strategies.eagle3.export_gguf:GgufEagle3",
+                reader="draftworks.strategies.eagle3.reader_gguf:read_gguf_eagle3",
+                # A layer there is named by the stream that it reads.
+                counting="layers_passed",
+                refuses=_llama_cpp_refuses,
+                on_request=True,
             ),
         ),
     )

@@ -83,6 +83,15 @@ MTP = register_strategy(
                 counting="layers_passed",
                 model_types=("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
             ),
+            ExportSpec(
+                name="gguf_mtp",
+                description="llama.cpp's server: a GGUF file with the target's embedding and head. Not quantised.",
+                factory="draftworks.strategies.mtp.export_gguf:GgufMtp",
+                reader="draftworks.strategies.mtp.reader_gguf:read_gguf_mtp",
+                counting="layers_passed",
+                model_types=("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+                on_request=True,
+            ),
         ),
     )
 )

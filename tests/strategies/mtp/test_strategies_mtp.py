@@ -18,6 +18,8 @@ from mtp_toys import KINDS, SHARD, draw_samples, mtp, save_tuned, sharded_step
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from draftworks.config.base import Dtype
+from draftworks.config.exports import ExportSettings
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.target_parts import TargetParts
@@ -28,6 +30,7 @@ from draftworks.evaluation.result import make_example_metrics
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import choose_formats, export_draft
 from draftworks.export.importing import import_draft
+from draftworks.export.readers.gguf_file import read_gguf_folder
 from draftworks.export.readers.reader import ExportFolder, ExportReader, TargetTensors
 from draftworks.storage.files import read_json
 from draftworks.strategies.mtp.options import MTP
@@ -157,6 +160,33 @@ def test_exports_pass_every_gate(kind: str, mtp_target: MakeTarget, tmp_path: Pa
     for name in choice.chosen:
         result = export_draft(draft, name, tmp_path / name)
         assert result.passed, [gate for gate in result.gates if not gate.passed]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gguf_file_passes_every_gate_and_has_the_targets_own_head(
+    kind: str, dtype: Dtype, mtp_target: MakeTarget, tmp_path: Path
+):
+    draft = save_tuned(mtp_target(kind), tmp_path / "draft", 0.01)
+    made = export_draft(draft, "gguf_mtp", tmp_path / "out", dtype)
+    assert [gate for gate in made.gates if not gate.passed] == []
+    tensors = read_gguf_folder(tmp_path / "out").tensors
+    assert torch.equal(tensors["output.weight"].float(), draft.parts.head.to(getattr(torch, dtype)).float())
+    assert torch.equal(tensors["blk.6.nextn.hnorm.weight"], 1 + draft.weights["hidden_norm.weight"])
+
+
+def test_a_gguf_file_of_a_layer_that_llama_cpp_does_not_read_and_a_quantised_one_are_refused(
+    mtp_target: MakeTarget, tmp_path: Path
+):
+    draft = save_tuned(mtp_target("deepseek_v3"), tmp_path / "draft", 0.0)
+    with pytest.raises(
+        ConfigError, match="a target of type deepseek_v3: this format's loaders know qwen3_next, qwen3_5"
+    ):
+        export_draft(draft, "gguf_mtp", tmp_path / "out")
+    known = save_tuned(mtp_target("qwen3_next"), tmp_path / "known", 0.0)
+    settings = ExportSettings.model_validate({"formats": ["gguf_mtp"], "gguf": {"quantise": "q8_0"}})
+    with pytest.raises(ConfigError, match="gguf_mtp: is not quantised, as it holds the target's head"):
+        export_draft(known, "gguf_mtp", tmp_path / "out", settings=settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
