@@ -77,6 +77,11 @@ class ServiceSpec(Spec):
         description="Put into service what the rule accepts. false: it is marked as accepted, and `draftworks promote` does it.",
     )
     hook: HookSpec | None = Field(default=None, description="Tells servers; default: nobody is told.")
+    bundle: bool = Field(
+        default=False,
+        description="Promotions make a bundle of the draft, and the record names its digest and its folder: one object with "
+        "files, flags by server, promised tokens by slice, licences and lineage.",
+    )
 
     @model_validator(mode="after")
     def _check_margins(self) -> ServiceSpec:

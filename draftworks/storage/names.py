@@ -44,7 +44,7 @@ HELDOUT_FEATURES = "heldout_eval_features"
 
 
 class StrategyAssets(NamedTuple):
-    """Names of the assets that exist once per strategy."""
+    """Names of the assets that exist once per strategy, and of the results of `draftworks bundle`, which are none."""
 
     draft: str
     report: str
@@ -55,6 +55,7 @@ class StrategyAssets(NamedTuple):
     promoted: str
     decision: str
     observed: str
+    bundle: str
 
 
 class EvalSetAssets(NamedTuple):

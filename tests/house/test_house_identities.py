@@ -263,7 +263,7 @@ SETTINGS = [
         ServiceSpec(),
         lambda service: of_target(TARGET.model_copy(update={"service": service})),
         set(),
-        {"margin", "margins", "least_prompts", "slice_margin", "automatic", "hook"},
+        {"margin", "margins", "least_prompts", "slice_margin", "automatic", "hook", "bundle"},
         {"hook": HOOK, "margins": {"heldout": 0.01}},
     ),
     Settings(

@@ -21,6 +21,7 @@ ROOMS = [
         "strategies",
         "training",
         "stream",
+        "bundle",
         "service",
         "production",
         "fleet",
