@@ -9,11 +9,16 @@ from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import DistinctNumbers, Dtype, EnvironmentName, Spec, require_distinct
 from draftworks.config.capture import StartedServer
-from draftworks.config.urls import parse_url, require_private
+from draftworks.config.urls import parse_url, require_private, require_root
+from draftworks.storage.http_call import is_loopback
 from draftworks.storage.words import suggest_or_list
 
 LEAST_PROMPTS = 120
 """Prompts from which on few promotions and decisions are wrong, whatever the data: see docs/benchmarks.md."""
+
+
+LEAST_READINGS = 12
+"""Windows of a server's counters below which they have no interval; as `draftworks.production.readings.LEAST_WINDOWS`."""
 
 
 class HookSpec(Spec):
@@ -45,6 +50,58 @@ class HookSpec(Spec):
             raise ValueError("a hook is either a command or a url: give one of them")
         if self.api_key_env is not None and self.url is None:
             raise ValueError("api_key_env is sent to a url: a command reads its environment by itself")
+        return self
+
+
+class SwapSpec(Spec):
+    """A vLLM on this machine that runs, and is given each draft that goes into service, see `draftworks exchange`."""
+
+    url: str = Field(description="Address of vLLM, on this machine: its development mode asks for no key.")
+    folder: str = Field(description="The draft's folder that vLLM was started with, an absolute path; replaced.")
+    format: str | None = Field(
+        default=None, description="Export format, where there are several: the one that is served."
+    )
+    requests: int = Field(
+        default=200, ge=1, description="Answers of the former draft, and then of the new one, that are compared."
+    )
+    seconds: float = Field(
+        default=900.0, gt=0, le=86400, description="Longest time for either; with too few answers it is undecided."
+    )
+    every_s: float = Field(
+        default=5.0,
+        ge=0.05,
+        le=600,
+        description="Pause between two readings of the counters: 12 of them or more count.",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=3600,
+        description="Time limit of each call of the exchange; requests that run are answered first.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str) -> str:
+        url = require_root(parse_url(value))
+        if not is_loopback(url):
+            raise ValueError("expected an address of this machine, such as http://127.0.0.1:8000")
+        return url
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, value: str) -> str:
+        if not value.startswith("/"):
+            raise ValueError("expected an absolute path, that of the folder that vLLM was started with")
+        return value
+
+    @model_validator(mode="after")
+    def _check_time(self) -> SwapSpec:
+        if self.seconds < LEAST_READINGS * self.every_s:
+            raise ValueError(
+                f"seconds {self.seconds:g} leaves no room for {LEAST_READINGS} readings every_s {self.every_s:g}: nothing "
+                "could be decided"
+            )
         return self
 
 
@@ -81,6 +138,11 @@ class ServiceSpec(Spec):
         default=False,
         description="Promotions make a bundle of the draft, and the record names its digest and its folder: one object with "
         "files, flags by server, promised tokens by slice, licences and lineage.",
+    )
+    swap: SwapSpec | None = Field(
+        default=None,
+        description="A running vLLM loads what goes into service, without a restart, and goes back if it accepts clearly less: "
+        "by more than `margin`.",
     )
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ ROOMS = [
         "bundle",
         "service",
         "production",
+        "swap",
         "fleet",
         "planning",
         "decision",
