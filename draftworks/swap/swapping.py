@@ -247,6 +247,10 @@ def judge(before: Sequence[Window], after: Sequence[Window], margin: float) -> _
         detail = f"{format_count(least, 'window')} between readings with a pass, {LEAST_WINDOWS} are needed"
         return _Compared(Outcome.UNDECIDED, detail, *sides, compared.value)
     figures = (compared.value, interval.low, interval.high)
+    if not interval.has_width:
+        return _Compared(
+            Outcome.UNDECIDED, "every window counted alike, so nothing shows how far others lie", *sides, *figures
+        )
     if interval.high < -margin:
         return _Compared(Outcome.BACK, "it accepted clearly less", *sides, *figures)
     if interval.low >= -margin:

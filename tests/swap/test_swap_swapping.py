@@ -138,6 +138,14 @@ def test_few_readings_with_traffic_are_no_verdict(site: SwapSite, server: Exchan
     assert site.open().register.require() == record
 
 
+def test_windows_that_are_all_alike_are_no_verdict():
+    before, after = (
+        [Window(5.0 * n, 5.0 * n + 5, "a", {PASSES: 10, ACCEPTED: accepted, REQUESTS: 1}, False) for n in range(20)]
+        for accepted in (20, 5)
+    )
+    assert judge(before, after, 0.03).outcome is Outcome.UNDECIDED
+
+
 def test_a_server_that_refuses_is_told_and_asked_again_by_the_same_command(site: SwapSite, server: ExchangingVLLM):
     record = promote_two(site, server, 1.8)
     server.refuses = "/update_weights"
