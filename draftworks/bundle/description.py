@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from draftworks.storage.files import read_bytes
 from draftworks.storage.hub import find_cached_hub_file
 from draftworks.storage.identity import digest
 from draftworks.storage.names import HELDOUT
-from draftworks.storage.records import DraftIdentity, ReportIdentity
+from draftworks.storage.records import DraftIdentity, ExportIdentity, ReportIdentity
 
 SCHEMA_VERSION = 1
 TARGET_MODEL = "TARGET_MODEL"
@@ -108,15 +108,21 @@ def describe_bundle(subject: BundleSubject) -> dict[str, Any]:
 
 
 def _describe_format(subject: BundleSubject, made: Mapping[str, Any]) -> dict[str, Any]:
-    private = None if subject.is_hub else subject.target.model
+    private = set() if subject.is_hub else {subject.target.model, *_list_paths(subject.export)}
     known = {name: made.get(name) for name in ("digest", "dtype", "nbytes", "loaders")}
     servers = [_describe_command(server, line, private) for server, line in made["commands"].items()]
     return {**known, "servers": servers}
 
 
-def _describe_command(server: str, line: str, private: str | None) -> dict[str, Any]:
+def _list_paths(export: Artifact) -> list[str]:
+    """Return where the target was when a draft was exported, as its command lines have it."""
+    made_for = ExportIdentity.of(export).target or ()
+    return [path for path in made_for[1:2] if path]
+
+
+def _describe_command(server: str, line: str, private: Collection[str]) -> dict[str, Any]:
     """Return a command line as data; `DRAFT_FOLDER` stands for the folder of the format."""
-    words = [TARGET_MODEL if word == private else word for word in shlex.split(line)]
+    words = [TARGET_MODEL if word in private else word for word in shlex.split(line)]
     engine = server.split(",")[0].strip().lower()
     return {
         "server": server,
