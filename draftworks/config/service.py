@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -58,6 +58,10 @@ class SwapSpec(Spec):
 
     url: str = Field(description="Address of vLLM, on this machine: its development mode asks for no key.")
     folder: str = Field(description="The draft's folder that vLLM was started with, an absolute path; replaced.")
+    strategy: str | None = Field(
+        default=None,
+        description="Strategy whose draft it serves, where the target has several; of others it is not told.",
+    )
     format: str | None = Field(
         default=None, description="Export format, where there are several: the one that is served."
     )
@@ -164,6 +168,21 @@ class ServiceSpec(Spec):
             raise ValueError(
                 f"service.margins.{unknown[0]}: the target is not measured on that eval set; "
                 f"{suggest_or_list(unknown[0], names)}"
+            )
+
+    def require_strategies(self, names: Collection[str]) -> None:
+        """Raise ValueError if it is not clear whose draft a running server loads."""
+        if self.swap is None:
+            return
+        if self.swap.strategy is None and len(names) > 1:
+            raise ValueError(
+                f"service.swap.strategy: the server serves the draft of one strategy, and the target has {', '.join(names)}: "
+                "name it"
+            )
+        if self.swap.strategy is not None and self.swap.strategy not in names:
+            raise ValueError(
+                f"service.swap.strategy: the target has no strategy {self.swap.strategy}; "
+                f"{suggest_or_list(self.swap.strategy, names)}"
             )
 
     def select_margin(self, eval_set: str) -> float:

@@ -50,8 +50,7 @@ def find_subject(
         _require(artifacts, names.report, target.name, served.report, where),
         _require(artifacts, names.export, target.name, Path(served.path).name, where),
     )
-    mixed = [] if target.mix is None else target.mix.datasets
-    datasets = [registry.load_dataset(name) for name in dict.fromkeys([target.dataset, *mixed])]
+    datasets = [registry.load_dataset(name) for name in dict.fromkeys(target.training_datasets)]
     return BundleSubject(*found, files, datasets)
 
 

@@ -73,7 +73,8 @@ def swap(
         tell: called with a line about each step.
     """
     spec = service.settings.swap
-    if spec is None or record.canary is not None or record.action == "end_canary":
+    is_of_others = spec is not None and spec.strategy not in (None, record.strategy)
+    if spec is None or is_of_others or record.canary is not None or record.action == "end_canary":
         return Swapped(record, None)
     busy = f"{spec.url} is being given another draft of {record.target}, {record.strategy}: waiting"
     with hold_lock(service.register.folder / LOCK, busy):

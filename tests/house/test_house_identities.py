@@ -296,8 +296,8 @@ SETTINGS = [
         SWAP,
         lambda swap: of_target(TARGET.model_copy(update={"service": ServiceSpec().model_copy(update={"swap": swap})})),
         set(),
-        {"url", "folder", "format", "requests", "seconds", "every_s", "timeout_s"},
-        {"url": "http://127.0.0.1:9", "folder": "/other", "format": "sglang_eagle3"},
+        {"url", "folder", "strategy", "format", "requests", "seconds", "every_s", "timeout_s"},
+        {"url": "http://127.0.0.1:9", "folder": "/other", "strategy": "eagle3", "format": "sglang_eagle3"},
     ),
     Settings(
         ServedSpec(),

@@ -13,9 +13,10 @@ from exchanging_vllm import ExchangingVLLM, SwapSite
 from pydantic import ValidationError
 
 from draftworks.config.service import LEAST_READINGS, SwapSpec
-from draftworks.errors import StoreError
+from draftworks.errors import ConfigError, StoreError
 from draftworks.production.readings import LEAST_WINDOWS, Window
 from draftworks.servers.counters import ACCEPTED, PASSES, REQUESTS
+from draftworks.service.candidate import State, read_states
 from draftworks.service.register import InService
 from draftworks.service.swap_record import SWAPS, Outcome, SwapResult, find_swap, find_taken_back
 from draftworks.swap.swapping import Clock, Swapped, judge, swap
@@ -78,6 +79,7 @@ def test_a_draft_that_is_accepted_no_less_stays_and_its_counts_are_told(site: Sw
     assert result.low is not None
     assert result.low > 0
     assert find_swap(site.open().register, record) == result
+    assert read_states(site.open().register)[record.draft.digest] is State.CONFIRMED  # the server says so itself
     sleeps = server.sleeps
     assert run(site, server) == done  # again: nothing is done
     assert server.sleeps == sleeps
@@ -155,6 +157,17 @@ def test_a_server_that_refuses_is_told_and_asked_again_by_the_same_command(site:
     assert site.open().register.require() == record
     server.refuses = ""
     assert require(run(site, server)).outcome is Outcome.STAYS
+
+
+def test_a_server_of_another_strategys_draft_is_left_alone(site: SwapSite, server: ExchangingVLLM):
+    record = promote_two(site, server, 1.8)
+    change(site, strategy="dflash")
+    path = site.registry / "targets" / "small.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "strategies": {"eagle3": {}, "dflash": {}}}))
+    assert run(site, server) == Swapped(record, None)
+    change(site, strategy="eagle3", format="zlab_dflash")
+    with pytest.raises(ConfigError, match=r"service\.swap\.format: strategy eagle3 has no export format"):
+        site.open()
 
 
 def test_a_server_that_is_not_there_is_told(site: SwapSite, server: ExchangingVLLM):
