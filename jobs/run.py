@@ -92,7 +92,9 @@ def explain_missing_job(job: str, reason: str) -> str:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Run a job for one target.")
     parser.add_argument("job")
-    parser.add_argument("--target", help="the registry's name of the model; every job but `leaderboard` needs one")
+    parser.add_argument(
+        "--target", help="the registry's name of the model; every job but `leaderboard` and `page` needs one"
+    )
     parser.add_argument("-c", "--config", type=Path, action="append", default=[], help="run config (YAML), any number")
     parser.add_argument("-f", "--file", type=Path, help="Python file of another code location")
     return parser

@@ -9,10 +9,19 @@ import dagster as dg
 
 from draftworks.config.strategies import StrategySpec
 from draftworks.decision.record import Choice
-from draftworks.storage.names import FP8_GATE, HELDOUT, HELDOUT_FEATURES, THINKING_COMPARISON, of_eval_set, of_strategy
+from draftworks.storage.names import (
+    FLEET,
+    FP8_GATE,
+    HELDOUT,
+    HELDOUT_FEATURES,
+    THINKING_COMPARISON,
+    of_eval_set,
+    of_strategy,
+)
 
 INPUTS = dg.AssetSelection.groups("inputs")
 JUDGE_FP8 = "judge_fp8"
+FLEET_PAGE = "page"
 SERVING = dg.AssetSelection.groups("serving")
 
 
@@ -42,6 +51,11 @@ def make_jobs(evals: Sequence[str], strategies: Sequence[StrategySpec], decided:
             "Rank the drafts of all targets by their newest reports.",
         ),
         _define_job(
+            FLEET_PAGE,
+            dg.AssetSelection.assets(FLEET),
+            "Write the page of all drafts: what they promised, do in service, were made from and cost.",
+        ),
+        _define_job(
             JUDGE_FP8,
             INPUTS | dg.AssetSelection.groups("data") | dg.AssetSelection.assets(HELDOUT_FEATURES, FP8_GATE),
             "Compare drafts trained on plain features and on features in fp8, before these are captured.",
@@ -55,7 +69,7 @@ def make_jobs(evals: Sequence[str], strategies: Sequence[StrategySpec], decided:
             "everything",
             dg.AssetSelection.all()
             - dg.AssetSelection.assets(FP8_GATE, THINKING_COMPARISON)
-            - dg.AssetSelection.groups("production"),
+            - dg.AssetSelection.groups("production", FLEET),
             "From conversations to measured and exported drafts.",
         ),
     ]

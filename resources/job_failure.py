@@ -21,8 +21,8 @@ _SILENT_DEATH = re.compile(
     r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<local_rank>\d+) \(pid: (?P<pid>\d+)\)"
 )
 """torchrun's words on the rank that it saw fail first, if a signal ended it."""
-_MOST_LINES, _MOST_STACK_LINES = 500, 20
-"""Of the log's end that are searched; of the dead rank's stack, as faulthandler writes it, that are shown."""
+_MOST_LINES = 500
+"""Of the log's end that are searched."""
 
 
 def describe_job_failure(job: TorchJob, files: RunDir, status: JobStatus, metadata: Mapping[str, Any]) -> dg.Failure:
@@ -68,8 +68,7 @@ def _describe_silent_death(files: RunDir) -> str:
         said.append(f"{LESS_MEMORY}.")
     after = dropwhile(lambda line: not line.startswith("Fatal Python error"), lines)
     current = dropwhile(lambda line: not line.startswith("Current thread"), after)
-    stack = [*takewhile(str.strip, current)][:_MOST_STACK_LINES]
-    return "\n".join([" ".join(said), *stack, "What another rank said of it:", "", ""])
+    return "\n".join([" ".join(said), *takewhile(str.strip, current), "What another rank said of it:", "", ""])
 
 
 def is_interrupted(files: RunDir) -> bool:

@@ -241,8 +241,11 @@ class SchedulerLauncher(TorchLauncher):
         self.settle(handle)
 
     def settle(self, handle: ScheduledJob) -> None:
+        """Remove the claim of a job that has ended, unless another process waits for the job too, which then does."""
         claim = JobClaim.read(handle.identity.claim)
-        if claim is not None and claim.name == handle.identity.name and claim.job_id == handle.id:
+        if claim is None or claim.owner != handle.owner:
+            return
+        if claim.name == handle.identity.name and claim.job_id == handle.id:
             claim.drop(handle.identity.claim)
 
     def describe(self, handle: ScheduledJob) -> dict[str, str | int]:

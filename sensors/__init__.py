@@ -18,7 +18,7 @@ from sensors.notifications import make_notification_sensor
 from sensors.observation import make_observe_sensors
 from sensors.orphans import make_orphan_sensor, make_pool_slot_sensor
 from sensors.reevaluation import make_reevaluation_sensor, make_registry_sensor
-from sensors.schedules import make_evaluation_schedules, make_prune_schedules
+from sensors.schedules import make_evaluation_schedules, make_fleet_schedule, make_prune_schedules
 
 
 def make_sensors(
@@ -54,4 +54,4 @@ def _make_decision_sensors(
 def make_schedules(registry: Registry) -> list[dg.ScheduleDefinition]:
     automation = registry.load_deployment().automation
     status = dg.DefaultScheduleStatus.RUNNING if automation else dg.DefaultScheduleStatus.STOPPED
-    return [*make_evaluation_schedules(registry, status), *make_prune_schedules(registry)]
+    return [*make_evaluation_schedules(registry, status), *make_prune_schedules(registry), make_fleet_schedule(status)]

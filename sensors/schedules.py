@@ -56,6 +56,17 @@ def make_evaluation_schedules(registry: Registry, status: dg.DefaultScheduleStat
     ]
 
 
+def make_fleet_schedule(status: dg.DefaultScheduleStatus) -> dg.ScheduleDefinition:
+    """Return the schedule that writes the page of the fleet anew every hour."""
+    return dg.ScheduleDefinition(
+        name="fleet_hourly",
+        job_name="page",
+        cron_schedule="17 * * * *",
+        default_status=status,
+        description="Writes the page of the fleet anew, from records alone.",
+    )
+
+
 def read_cadences(registry: Registry) -> dict[Cadence, list[str]]:
     """Return the targets of each cadence. Targets without a cron or with an unreadable entry are left out, and entries
     without the word are not parsed."""

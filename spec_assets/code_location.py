@@ -32,6 +32,7 @@ from spec_assets.evals import (
 )
 from spec_assets.executor import make_executor
 from spec_assets.exports import make_export_asset, make_export_checks
+from spec_assets.fleet import fleet_page
 from spec_assets.fp8_gate import fp8_gate
 from spec_assets.gates import make_report_checks
 from spec_assets.leaderboard import make_leaderboard_asset
@@ -135,7 +136,7 @@ def build_definitions(registry_root: Path, module: str = __name__) -> dg.Definit
     checks = _make_checks(evals, strategies, exported, promoted)
     workspace = Workspace(registry_root=str(registry_root))
     return dg.Definitions(
-        assets=[*partition_assets(assets, targets), make_leaderboard_asset(strategies)],
+        assets=[*partition_assets(assets, targets), make_leaderboard_asset(strategies), fleet_page],
         asset_checks=partition_checks(checks, targets),
         jobs=[
             *make_jobs(evals, strategies, [each.name for each in decided]),

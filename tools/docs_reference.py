@@ -201,7 +201,7 @@ def render_assets_page() -> list[str]:
     )
 
 
-ORDER = ["inputs", "data", "features", "gates", "drafts", "reports", "exports", "serving", "service"]
+ORDER = ["inputs", "data", "features", "gates", "drafts", "reports", "exports", "serving", "service", "fleet"]
 
 
 class StrategyTemplate:

@@ -229,6 +229,12 @@ COMMANDS = {
         "Show every draft: promised and served acceptance, and what a person should do, the most urgent first.",
         SEE,
     ),
+    "page": CommandPlace(
+        "summary",
+        "page",
+        "Write every draft on one HTML page: promised and served, slices, costs, decisions, commands. No server needed.",
+        SEE,
+    ),
     "leaderboard": CommandPlace(
         "summary",
         "leaderboard",

@@ -73,9 +73,9 @@ def _publish(path: Path, text: str) -> None:
         staging.write_text(text, encoding="utf-8")
 
 
-STANDARD = ("everything", "prepare", "evaluate", "serve", "resolve", "leaderboard", "observe", "prune")
+STANDARD = ("everything", "prepare", "evaluate", "serve", "resolve", "leaderboard", "page", "observe", "prune")
 GATES = ("judge_fp8", "compare_thinking")
-WITHOUT_TARGET = ("leaderboard", "prune")
+WITHOUT_TARGET = ("leaderboard", "page", "prune")
 OF_STRATEGY = ("train", "promote", "rollback", "decide", "tune", "retrain")
 """What the names of a strategy's jobs begin with."""
 

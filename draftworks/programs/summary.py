@@ -262,6 +262,28 @@ def status(
         print_text(line)
 
 
+def page(
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The file; by default fleet/fleet.html among results.")
+    ] = None,
+    registry: RegistryOption = CHECKOUT_REGISTRY,
+) -> None:
+    """Write every draft on one HTML page: promised and served, slices, costs, decisions, commands. No server needed.
+
+    The file needs no other, has no script and no address, and shows no text of a prompt. Reads records only.
+    """
+    from draftworks.page.contents import read_page
+    from draftworks.page.rendering import locate_fleet_page, write_fleet_page
+
+    try:
+        found = Registry(registry)
+        path = locate_fleet_page(found.resolve_var_folder()) if out is None else out
+        write_fleet_page(path, read_page(found, time.time()))
+    except (DraftworksError, OSError) as error:
+        raise report_error(error) from None
+    print_text(f"{path}: open it in a browser")
+
+
 STATUS_CAPTION = (
     f"{NOTE} Promised: of the draft in service, or else of the newest, on the walk (rung 3). Served: by its servers' own "
     "counters (rung 6) when they were last read; – where none was."

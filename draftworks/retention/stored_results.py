@@ -23,7 +23,16 @@ from draftworks.storage.words import suggest_or_list
 
 NO_RESULTS = frozenset(
     {
-        *("answers", "eval_cache", "feature_cache", "feature_store", "leaderboard", "loop_cache", "object_store_notes"),
+        *(
+            "answers",
+            "eval_cache",
+            "feature_cache",
+            "feature_store",
+            "fleet",
+            "leaderboard",
+            "loop_cache",
+            "object_store_notes",
+        ),
         *(
             "decisions",
             "gguf",

@@ -28,6 +28,7 @@ ROOMS = [
         "fleet",
         "planning",
         "decision",
+        "page",
         "notifications",
         "retention",
         "preflight",

@@ -61,6 +61,7 @@ SAYS_SO = {
     "draftworks/evaluation/report/tables.py": "`left_out`, which the page says",
     "draftworks/fleet/comparison_page.py": "the title",
     "draftworks/fleet/leaderboard.py": "the title",
+    "draftworks/page/contents.py": "the line below the table or the chart",
     "draftworks/planning/rates.py": "measurements that are read, not shown",
     "draftworks/preflight/plausible_values.py": "a digest",
     "draftworks/preflight/data_checks.py": "the begin of a text",

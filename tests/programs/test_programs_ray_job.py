@@ -134,8 +134,8 @@ def test_torchrun_ends_when_the_worker_of_ray_has_been_killed(tmp_path: Path) ->
     worker = f"import os, subprocess, time; subprocess.run({node!r} + [str(os.getpid())]); time.sleep(2000)"
     with ending(subprocess.Popen([sys.executable, "-c", worker])) as process:
         pid = wait_for(lambda: read_pid(tmp_path / "pid"), "the program of torchrun")
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
+        wait_until(lambda: not psutil.Process(process.pid).children(), "that what started torchrun's process has ended")
+        process.kill()
     assert wait_for_nodes(make_job(tmp_path), HANG_S)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

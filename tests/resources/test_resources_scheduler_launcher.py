@@ -351,6 +351,21 @@ def submit(launcher: SchedulerLauncher, job: TorchJob, files: RunDir) -> Schedul
     return launcher.submit(job, {}, files)
 
 
+def test_a_run_that_ends_first_leaves_the_claim_to_the_one_that_took_the_job_over(harness: ToyHarness):
+    """The other is told the result, at whatever moment between its claim and its next look."""
+    launcher = SchedulerLauncher(settings=json.dumps(harness.make_settings(poll_interval_s=1e-6)))
+    launcher.__dict__["scheduler"] = ScriptedScheduler(SeenJob("7", "dw-1", JobState.SUCCEEDED))
+    job, files = make_job(harness, "steps"), RunDir(harness.folder)
+    first = submit(launcher, job, files)
+    claim = JobClaim.read(job.identity.claim)
+    claim.of_owner(RunProcess.of("1" * 8, os.getppid())).publish(job.identity.claim)
+    launcher.settle(first)
+    second = launcher.submit(job, {}, files)
+    assert second.id == first.id
+    launcher.settle(second)
+    assert not job.identity.claim.exists()
+
+
 @pytest.mark.parametrize("refusal", ["", "Slurm: invalid job id"], ids=["taken", "refused"])
 def test_a_dead_copy_is_started_again_and_one_that_failed_ends_all(harness: ToyHarness, refusal: str):
     running = SeenJob("7", "dw-1", JobState.RUNNING)

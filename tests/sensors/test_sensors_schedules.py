@@ -21,6 +21,11 @@ NIGHTLY = {"cron": "0 3 * * *"}
 THREE_O_CLOCK = datetime.datetime(2030, 5, 17, 3, tzinfo=datetime.UTC)
 
 
+def list_evaluations(definitions: dg.Definitions) -> list[dg.ScheduleDefinition]:
+    """Return the schedules but for the fleet's page, which every registry has."""
+    return [one for one in definitions.get_repository_def().schedule_defs if one.job_name != "page"]
+
+
 @pytest.fixture
 def nightly(fleet: Fleet) -> Fleet:
     """`one` and `two`, with drafts, and `new` without: all to be evaluated every night."""
@@ -31,7 +36,7 @@ def nightly(fleet: Fleet) -> Fleet:
 
 
 def only_schedule(fleet: Fleet) -> dg.ScheduleDefinition:
-    (schedule,) = build_definitions(fleet.registry).get_repository_def().schedule_defs
+    (schedule,) = list_evaluations(build_definitions(fleet.registry))
     return schedule
 
 
@@ -39,7 +44,7 @@ def tick(
     fleet: Fleet, time: datetime.datetime = THREE_O_CLOCK, instance: dg.DagsterInstance | None = None
 ) -> ScheduleExecutionData:
     definitions = build_definitions(fleet.registry)
-    (schedule,) = definitions.get_repository_def().schedule_defs
+    (schedule,) = list_evaluations(definitions)
     return tick_of(schedule, fleet, time, instance)
 
 
@@ -72,7 +77,7 @@ def test_targets_with_the_same_times_share_a_schedule(fleet):
         Cadence("0 3 * * *", "Europe/Berlin"): ["t2"],
         Cadence("0 4 * * mon", "UTC"): ["t3"],
     }
-    schedules = build_definitions(fleet.registry).get_repository_def().schedule_defs
+    schedules = list_evaluations(build_definitions(fleet.registry))
     assert {(schedule.cron_schedule, schedule.execution_timezone, schedule.job_name) for schedule in schedules} == {
         ("0 3 * * *", "UTC", "evaluate"),
         ("0 3 * * *", "Europe/Berlin", "evaluate"),
@@ -81,7 +86,7 @@ def test_targets_with_the_same_times_share_a_schedule(fleet):
 
 
 def test_a_registry_without_times_has_no_schedule(fleet):
-    assert build_definitions(fleet.registry).get_repository_def().schedule_defs == []
+    assert list_evaluations(build_definitions(fleet.registry)) == []
 
 
 def test_a_tick_asks_for_the_targets_that_have_drafts(nightly):

@@ -70,7 +70,7 @@ def test_every_registry_entry_is_a_partition(site):
     partitions = {
         spec.key.to_user_string(): spec.partitions_def for spec in site.definitions().resolve_all_asset_specs()
     }
-    assert partitions.pop("leaderboard") is None
+    assert [partitions.pop(name) for name in ("leaderboard", "fleet")] == [None, None]
     assert {tuple(found.get_partition_keys()) for found in partitions.values()} == {("second", "small")}
 
 
@@ -117,6 +117,7 @@ def test_the_jobs_are_those_of_the_design():
         "evaluate",
         "serve",
         "leaderboard",
+        "page",
         "judge_fp8",
         "compare_thinking",
         "prune",

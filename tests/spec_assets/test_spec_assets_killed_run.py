@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -36,17 +37,20 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(site):
     home = site.root / "dagster_home"
     home.mkdir()
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
-    run = start(site, home, "job", "execute", "-j", "prepare", "--tags", '{"dagster/partition": "small"}')
-    program = "draftworks.programs.regenerate"
-    with ending(run):
-        wait_until(
-            lambda: any(program in command for command in commands_of(home)), possible=lambda: run.poll() is None
-        )
-
-        run.kill()
-        run.wait()
+    entry, program = site.target_file.read_text(), "draftworks.programs.regenerate"
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the program waits for an answer until it is killed
+        endpoint = f"{{base_urls: ['http://127.0.0.1:{silent.getsockname()[1]}/v1'], server: sglang}}"
+        site.target_file.write_text(entry.replace("responses: {", f"responses: {{endpoint: {endpoint}, "))
+        run = start(site, home, "job", "execute", "-j", "prepare", "--tags", '{"dagster/partition": "small"}')
+        with ending(run):
+            wait_until(
+                lambda: any(program in command for command in commands_of(home)), possible=lambda: run.poll() is None
+            )
+            run.kill()
+            run.wait()
 
     wait_until(lambda: commands_of(home) == [], lambda: f"the end of {commands_of(home)}")
+    site.target_file.write_text(entry)
     following = start(site, home, "asset", "materialize", "--select", "target_model,responses", "--partition", "small")
     with ending(following):
         assert following.wait() == 0
