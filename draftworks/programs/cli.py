@@ -190,6 +190,12 @@ COMMANDS = {
     ),
     "keys": CommandPlace("keys", "keys", "List every key of a registry file: type, default, meaning.", BEGIN),
     "ui": CommandPlace("start", "ui", "Start the Dagster UI and daemon; Ctrl-C ends them.", BEGIN),
+    "new": CommandPlace(
+        "new",
+        "new",
+        "Write the entry of a new target, with defaults that fit its model and data; then check it and show its plan.",
+        BEGIN,
+    ),
     "run": CommandPlace(
         "start",
         "run",

@@ -52,6 +52,29 @@ def find_cached_hub_file(model: str, revision: str, filename: str) -> Path | Non
 
 
 @_without_retries_in_the_log()
+def find_revision(where: str, model: str) -> str:
+    """Return the newest commit of a model that the cache has, or else the hub.
+
+    Raises:
+        ConfigError: the cache has none, and the hub cannot be reached or knows no such id.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
+    cached = folder / "refs" / "main"
+    if cached.is_file():
+        return cached.read_text().strip()
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise LocalEntryNotFoundError("no commit of it is in the cache")
+        return str(HfApi().model_info(model, timeout=30).sha)
+    except (HfHubHTTPError, HTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"{where}: {model}: {_explain('its newest commit', error)}") from error
+
+
+@_without_retries_in_the_log()
 def list_dataset_files(where: str, dataset: str, revision: str) -> list[str]:
     """Return the names of all files of a data set of the hub at a commit. `where` and errors as in `fetch_hub_file`."""
     from httpx import HTTPError

@@ -123,7 +123,7 @@ def read_shape(spec: TargetSpec, registry: Registry) -> TargetShape:
     where = f"target {spec.name}: model"
     if names_gguf(spec):
         sizes = read_gguf_sizes(locate_gguf(spec.model, registry, where))
-        return TargetShape(sizes.num_layers, sizes.hidden_size)
+        return TargetShape(sizes.num_layers, sizes.hidden_size, sizes.vocab_size)
     model = _locate(spec.model, spec.revision, registry, where)
     config = _complete_config(spec, model)
     return TargetShape(
