@@ -50,8 +50,10 @@ def _find_unused_of(strategy: StrategySpec, target: TargetSpec) -> dict[str, str
         found[names.promoted] = f"target {target.name} asks for no {what} of its {strategy.name} draft"
     if target.decision is None or names.promoted in found:
         found[names.decision] = f"target {target.name} asks for no decision about its {strategy.name} draft"
-    if strategy.name not in {server.strategy for server in target.servers}:
-        found[names.observed] = f"target {target.name} has no servers with its {strategy.name} draft (servers)"
+    if strategy.name not in target.observed_strategies:
+        found[names.observed] = (
+            f"target {target.name} has no servers with its {strategy.name} draft, or logs of them (servers, observation.requests)"
+        )
     if entry.export.formats == []:
         found[names.export] = (
             f"target {target.name} wants no export of its {strategy.name} draft (export.formats is [])"

@@ -16,11 +16,15 @@ from draftworks.config.capture import CaptureSpec
 from draftworks.config.data import MixSpec, ResponseSpec, ServedSpec
 from draftworks.config.decoding import LoopSpec
 from draftworks.config.features import StreamingSpec, StreamSteps, count_steps
-from draftworks.config.operations import (
-    DecisionSpec,
+from draftworks.config.observation import (
     ObservationSpec,
     ObservedServerSpec,
+    check_requests,
     check_servers,
+    list_observed_strategies,
+)
+from draftworks.config.operations import (
+    DecisionSpec,
     parse_cron,
     require_timezone,
 )
@@ -351,7 +355,13 @@ class TargetSpec(Spec):
     @model_validator(mode="after")
     def _check_servers(self) -> TargetSpec:
         check_servers(self.servers, self.strategies)
+        check_requests(self.observation.requests, self.strategies, self.evals)
         return self
+
+    @property
+    def observed_strategies(self) -> list[str]:
+        """Strategies whose drafts are observed in production."""
+        return list_observed_strategies(self.servers, self.observation.requests, list(self.strategies))
 
     @model_validator(mode="after")
     def _check_commits(self) -> TargetSpec:

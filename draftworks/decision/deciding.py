@@ -26,6 +26,7 @@ REFERENCES = {
     Reference.SAME_PROMPTS: "on the same prompts",
     Reference.BOTH_DRAFTS: "both drafts measured on the new eval data",
     Reference.FORMER_FIGURE: "former figure, of other prompts",
+    Reference.FIRST_HOURS: "since the draft's first hours in service, on other requests",
     Reference.NONE: "nothing to compare with",
 }
 
@@ -93,9 +94,10 @@ def describe_loss(found: EvalLoss) -> str:
     """Return one line about an eval set."""
     if found.loss is None or found.low is None or found.high is None:
         return f"{found.eval_set}: {found.choice}: {found.reason}"
+    what = "request" if found.reference is Reference.FIRST_HOURS else "prompt"
     said = (
         f"{found.eval_set}: {found.choice}: lost {found.loss:+.3f} accepted tokens per pass ({found.low:+.3f} to "
-        f"{found.high:+.3f}, {format_count(found.prompts, 'prompt')}), {NAME} {format_length(found.reference_value, 3)} "
+        f"{found.high:+.3f}, {format_count(found.prompts, what)}), {NAME} {format_length(found.reference_value, 3)} "
         f"to {format_length(found.value, 3)}; "
         f"{REFERENCES[found.reference]}, reference draft {found.reference_draft}"
     )

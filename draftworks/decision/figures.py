@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from draftworks.decision.record import Costs, Reference
+from draftworks.decision.request_loss import find_request_loss
 from draftworks.decision.rule import Loss, LossEvidence, subtract_figures
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
@@ -154,18 +155,24 @@ class ServedFigures:
         return self.lineage.history[-1].draft
 
     def gather(self) -> Evidence:
-        """Return the loss on each eval set of the target, `heldout` first.
+        """Return the loss on each eval set of the target, `heldout` first, and then by logged requests, where that is asked
+        for.
 
         Raises:
             NotMeasuredError: the draft in service has no report on the eval data and the weights of today.
             StoreError: a report is damaged.
+            DataError: a log of requests cannot be read.
         """
         self._require_own_target()
         names = [HELDOUT, *self.service.target.evals]
         for name in names:
             self._require_measured(name)
         losses = tuple(self._measure_loss(name) for name in names)
-        return Evidence(self.draft, losses, self._identify(losses))
+        subject, requests = self._identify(losses), find_request_loss(self.service, self.draft.digest)
+        if requests is None:
+            return Evidence(self.draft, losses, subject)
+        served = replace(requests.evidence, after_tune=self._find_refused_tune(HELDOUT))
+        return Evidence(self.draft, (*losses, served), digest([subject, requests.facts]))
 
     @cached_property
     def reports(self) -> list[Artifact]:

@@ -45,7 +45,13 @@ class Reference(StrEnum):
     """The reference draft measured on the new data; paired."""
     FORMER_FIGURE = "former_figure"
     """The figure with which it was put into service, on other prompts; not paired."""
+    FIRST_HOURS = "first_hours"
+    """What logged requests accepted in the first hours of the draft in service; not paired."""
     NONE = "none"
+
+
+UNPAIRED = (Reference.FORMER_FIGURE, Reference.FIRST_HOURS)
+"""References of which the number of prompts or requests counts too."""
 
 
 Number = Annotated[float, Field(allow_inf_nan=False)]

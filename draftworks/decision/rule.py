@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftworks.decision.record import Choice, EvalLoss, Margins, Reference
+from draftworks.decision.record import UNPAIRED, Choice, EvalLoss, Margins, Reference
 from draftworks.evaluation.ladder.statistics import Interval
 from draftworks.service.rule import MAX_PROMPTS, NO_WIDTH
 from draftworks.storage.words import format_count
@@ -45,7 +45,7 @@ class LossEvidence:
         loss: None if there is nothing to compare with.
         prompts: shared prompts; with a former figure those of the new measurement, and `reference_prompts` its own.
         after_tune: digest of a tune that was made for what has changed since; None: none was made.
-        reason: why there is nothing to compare with.
+        reason: why there is nothing to compare with; or what lost it, where that is known.
         is_new: no draft was measured on the eval set when the reference was put into service: nothing can be lost on it.
         same_weights: whether both measurements are of one draft, on the same prompts: it cannot differ from itself.
     """
@@ -122,7 +122,7 @@ def judge_eval_set(evidence: LossEvidence, margins: Margins) -> EvalLoss:
         evidence.prompts,
         evidence.reference_prompts,
         count_prompts_to_decide(evidence, loss, margins) if choice is Choice.UNDECIDED else None,
-        _explain(evidence, loss, choice, margins),
+        "; ".join(filter(None, (evidence.reason, _explain(evidence, loss, choice, margins)))),
     )
 
 
@@ -178,7 +178,7 @@ def _choose(evidence: LossEvidence, loss: Loss, margins: Margins) -> Choice:
 
 
 def _has_few_reference_prompts(evidence: LossEvidence, margins: Margins) -> bool:
-    return evidence.reference is Reference.FORMER_FIGURE and evidence.reference_prompts < margins.least_prompts
+    return evidence.reference in UNPAIRED and evidence.reference_prompts < margins.least_prompts
 
 
 def _explain(evidence: LossEvidence, loss: Loss, choice: Choice, margins: Margins) -> str:

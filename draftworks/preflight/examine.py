@@ -28,7 +28,7 @@ from draftworks.preflight.plausible_values import (
     check_probe_reach,
     check_values,
 )
-from draftworks.preflight.services import check_feature_budget, check_served_data
+from draftworks.preflight.services import check_feature_budget, check_request_logs, check_served_data
 from draftworks.sglang.layers import list_sglang_remarks
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.files import cache_json
@@ -237,6 +237,7 @@ def _check_data(
             dataset = registry.load_dataset(dataset).name
             wanted.setdefault(dataset, f"{where}: eval set {name}: data set {dataset}")
     check_served_data(target, registry, findings)
+    check_request_logs(target, registry, findings)
     for name, where_used in wanted.items():
         try:
             files = find_dataset_files(registry.load_dataset(name), registry.root)

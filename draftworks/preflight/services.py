@@ -28,6 +28,8 @@ from draftworks.targets.training_data import load_slice_plan, load_training_data
 
 FEATURES, PUBLISH = "features.url", "publish.url"
 """Keys of the deployment that name a place in object storage."""
+CHECKED_LINES = 200
+"""Of the logs of requests: those that were written last."""
 
 
 def check_object_storage(registry: Registry, findings: Findings) -> None:
@@ -131,6 +133,27 @@ def check_served_data(target: TargetSpec, registry: Registry, findings: Findings
                 )
     with findings.collect_errors():
         load_slice_plan(target, registry)
+
+
+def check_request_logs(target: TargetSpec, registry: Registry, findings: Findings) -> None:
+    """Check that the last lines of the logs of requests can be used, and to whose draft they belong."""
+    from draftworks.production.served_logs import read_logs
+    from draftworks.production.served_view import list_log_notes
+
+    requests = target.observation.requests
+    if requests is None:
+        return
+    where = f"target {target.name}: observation.requests"
+    if not target.observed_strategies:
+        findings.error(f"{where}: the target has several strategies: set `strategy`, or name the servers in `servers`")
+    last = requests.model_copy(update={"max_lines": min(requests.max_lines, CHECKED_LINES)})
+    observation = target.observation.model_copy(update={"requests": last})
+    with findings.collect_errors():
+        checked = target.model_copy(update={"observation": observation})
+        logs = read_logs(checked, registry.root, registry.resolve_var_folder())
+        if not logs.reading.requests:
+            tell = findings.warning if logs.reading.lines else findings.note
+            tell(f"{where}: none of the last lines can be used: {'; '.join(list_log_notes(logs))}")
 
 
 _IMPORT_TIMEOUT_S = 60.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from draftworks.config.operations import ObservedServerSpec
+from draftworks.config.observation import ObservedServerSpec
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError, EngineError, StoreError
 from draftworks.production.readings import Reading, is_restart, thin

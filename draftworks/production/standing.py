@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from draftworks.config.operations import ObservationSpec
+from draftworks.config.observation import ObservationSpec
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.acceptance_length import (
     NAME,

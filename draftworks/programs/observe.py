@@ -1,4 +1,4 @@
-"""The commands `draftworks observe` (what servers accept, by their own counters) and `draftworks notify`."""
+"""The commands `draftworks observe` (what servers accept, by counters and by request) and `draftworks notify`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from draftworks.targets.registry import Registry
 
 if TYPE_CHECKING:
     from draftworks.production.observer import Observation, Observer
+    from draftworks.production.served_logs import ServedLogs
     from draftworks.production.standing import ServerStanding
 
 
@@ -37,20 +38,25 @@ def observe(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     registry: RegistryOption = CHECKOUT_REGISTRY,
 ) -> None:
-    """Read the counters of a target's servers, and show what they accept beside their first hours and the walk."""
+    """Read the counters of a target's servers and the logs of its requests, and show what they accept beside their first
+    hours and the walk."""
     from draftworks.production.observer import Observer
+    from draftworks.production.served_logs import read_served_logs
     from draftworks.production.standing import assess_all
 
+    observations: list[Observation] = []
     try:
         _check_times(every, duration, no_read)
         found = Registry(registry)
-        spec, var = found.load_target(target), found.resolve_var_folder()
-        observer = Observer.of(spec, found.root, var)
-        observations = observer.recall() if no_read else _observe_for(observer, every, duration or 0.0)
-        standings = assess_all(observations, spec.observation, ArtifactStore(var), target)
+        spec, artifacts = found.load_target(target), ArtifactStore(found.resolve_var_folder())
+        if spec.servers or spec.observation.requests is None:
+            observer = Observer.of(spec, found.root, artifacts.root)
+            observations = observer.recall() if no_read else _observe_for(observer, every, duration or 0.0)
+        standings = assess_all(observations, spec.observation, artifacts, target)
+        logs = None if spec.observation.requests is None else read_served_logs(spec, found.root, artifacts)
     except DraftworksError as error:
         raise report_error(error) from None
-    _print(target, standings, as_json)
+    _print(target, standings, logs, as_json)
     if any(one.problem for one in observations):
         raise typer.Exit(1)
 
@@ -87,15 +93,33 @@ def _observe_once(observer: Observer) -> list[Observation]:
     return observations
 
 
-def _print(target: str, standings: Sequence[ServerStanding], as_json: bool) -> None:
+def _print(target: str, standings: Sequence[ServerStanding], logs: ServedLogs | None, as_json: bool) -> None:
+    from draftworks.production import served_view
     from draftworks.production.standing import CAPTION, COLUMNS, format_row, list_notes, to_json
 
     if as_json:
-        typer.echo(json.dumps({"target": target, "servers": list(map(to_json, standings))}))
+        requests = {} if logs is None else {"requests": served_view.to_json(logs)}
+        typer.echo(json.dumps({"target": target, "servers": list(map(to_json, standings)), **requests}))
         return
-    rows = tuple(map(format_row, standings))
-    print_table(TextTable(f"servers of {target}", COLUMNS, rows, CAPTION, digests=frozenset(("draft",))))
-    for note in list_notes(standings):
+    if standings or logs is None:
+        rows = tuple(map(format_row, standings))
+        print_table(TextTable(f"servers of {target}", COLUMNS, rows, CAPTION, digests=frozenset(("draft",))))
+        for note in list_notes(standings):
+            print_text(note)
+    if logs is not None:
+        _print_requests(target, logs)
+
+
+def _print_requests(target: str, logs: ServedLogs) -> None:
+    """Print a table for each strategy, and what was read."""
+    from draftworks.production.served_view import CAPTION, COLUMNS, list_log_notes, list_notes, list_rows, title
+
+    right = frozenset(("requests",))
+    for one in logs.standings:
+        print_table(TextTable(title(target, one), COLUMNS, tuple(list_rows(one)), CAPTION, right=right, heads=2))
+        for note in list_notes(one):
+            print_text(note)
+    for note in list_log_notes(logs):
         print_text(note)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftworks.data.slices import DEFAULT_MAX_WEIGHT, SlicePlan, save_plan
+from draftworks.config.registry_files import TargetSpec
+from draftworks.data.slices import DEFAULT_MAX_WEIGHT, SLICE_COLUMNS, SlicePlan, save_plan
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.evaluation.report import text_tables
 from draftworks.evaluation.report.text_tables import TextTable, print_table, print_text
@@ -38,6 +39,9 @@ def slices(
     max_weight: Annotated[
         float, typer.Option("--max-weight", help="Most that a slice may weigh, 1 to 10.")
     ] = DEFAULT_MAX_WEIGHT,
+    served: Annotated[
+        bool, typer.Option("--served", help="By the logs of requests (observation.requests), without an evaluation.")
+    ] = False,
     registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT / "registry",
 ) -> None:
     """Show which slices accept less than at promotion, by language, length, thinking and source; --save weighs them."""
@@ -48,7 +52,11 @@ def slices(
         spec = found.load_target(target)
         if strategy not in spec.strategies:
             raise ConfigError(f"target {target} does not use {strategy}; {suggest_or_list(strategy, spec.strategies)}")
-        history = SliceHistory(ArtifactStore(found.resolve_var_folder()), target, strategy)
+        artifacts = ArtifactStore(found.resolve_var_folder())
+        if served:
+            _show_served(spec, found.root, artifacts, strategy, save, max_weight)
+            return
+        history = SliceHistory(artifacts, target, strategy)
         chosen = draft or history.find_draft_in_service()
         report = history.find_newest(chosen)
         if report is None:
@@ -69,6 +77,33 @@ def slices(
         _show_weighted(history, newest, chosen)
     except DraftworksError as error:
         raise report_error(error) from None
+
+
+def _show_served(
+    target: TargetSpec, root: Path, artifacts: ArtifactStore, strategy: str, save: Path | None, max_weight: float
+) -> None:
+    """Show the slices of logged requests beside the draft's first hours, and weigh those that fell."""
+    from draftworks.production.served_logs import read_served_logs
+    from draftworks.production.served_view import list_log_notes, to_slice_changes
+
+    logs = read_served_logs(target, root, artifacts, strategy)
+    if not logs.standings:
+        raise StoreError(f"target {target.name}, {strategy}: no request to compare: {'; '.join(list_log_notes(logs))}")
+    [standing] = logs.standings
+    if not standing.baseline_over:
+        raise StoreError(
+            f"target {target.name}, {strategy}: the first hours of draft {standing.draft} are not over: nothing to compare with"
+        )
+    changes = to_slice_changes(standing)
+    print_text(f"requests to draft {standing.draft} now against its first hours; rung 6")
+    _print_changes(changes)
+    print_text(f"fell: {', '.join(each.name for each in standing.fallen) or 'none'} (corrected by Holm)")
+    if save is not None and standing.promise is None:
+        raise StoreError(f"weights name the report of the draft that they are for: {standing.problem}")
+    if save is not None and standing.promise is not None:
+        promise = standing.promise
+        about = SlicePlan(target.name, strategy, promise.eval_set, promise.report, promise.report, 1.0, ())
+        _save(save, tuple(each for each in changes if each.column in SLICE_COLUMNS), about, max_weight)
 
 
 def _choose_eval_sets(

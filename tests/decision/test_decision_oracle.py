@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_toys import WEIGHTS_OF_TARGET, record
 
-from draftworks.decision.record import Choice, Margins, Reference
+from draftworks.decision.record import UNPAIRED, Choice, Margins, Reference
 from draftworks.decision.rule import Loss, LossEvidence, decide, subtract_figures
 from draftworks.evaluation.ladder.statistics import AcceptanceDifference, Interval
 from draftworks.service import rule as promotion
@@ -52,7 +52,7 @@ def losses(draw: st.DrawFn, eval_set: str) -> tuple[LossEvidence, dict[str, Any]
         is_new = draw(st.booleans())
         evidence = LossEvidence(eval_set, reference, "d", after_tune=tune, is_new=is_new)
         return evidence, describe_loss(eval_set, reference, is_new=is_new, tuned=tuned)
-    if reference is Reference.FORMER_FIGURE:
+    if reference in UNPAIRED:
         former, now = draw(measurements()), draw(measurements())
         intervals = [Interval(each["low"], each["high"], 0.95) for each in (former, now)]
         loss = subtract_figures(former["value"], intervals[0], now["value"], intervals[1])

@@ -30,13 +30,12 @@ from draftworks.config.features import (
     WatermarkSpec,
 )
 from draftworks.config.launchers import KINDS
+from draftworks.config.observation import ObservationSpec, ObservedServerSpec, RequestsSpec
 from draftworks.config.operations import (
     BudgetSpec,
     DecisionSpec,
     DeploymentSpec,
     NotificationSpec,
-    ObservationSpec,
-    ObservedServerSpec,
     PricesSpec,
     RetentionSpec,
 )
@@ -73,6 +72,7 @@ REDACTION = RedactionSpec(command=["true"])
 HOOK = HookSpec(command=["true"])
 SWAP = SwapSpec(url="http://127.0.0.1:8", folder="/served")
 SERVED = ObservedServerSpec(name="a", url="https://a", kind="vllm", strategy="eagle3")
+LOGS = RequestsSpec(files=["logs/*.jsonl"])
 ENDPOINT = EndpointSpec(base_urls=["http://127.0.0.1:1/v1"], server="vllm")
 
 
@@ -283,7 +283,14 @@ SETTINGS = [
         ObservationSpec(),
         lambda observation: of_target(TARGET.model_copy(update={"observation": observation})),
         set(),
-        {"baseline_hours", "recent_hours"},
+        {"baseline_hours", "recent_hours", "requests"},
+        {"requests": LOGS},
+    ),
+    Settings(
+        LOGS,
+        lambda logs: of_target(TARGET.model_copy(update={"observation": ObservationSpec(requests=logs)})),
+        set(),
+        set(RequestsSpec.model_fields),
     ),
     Settings(
         HOOK,

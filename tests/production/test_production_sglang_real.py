@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from observed_site import ObservedSite
@@ -18,6 +21,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.export.conventions import DRAFT_FOLDER
 from draftworks.production.observer import Observation
 from draftworks.production.readings import split_windows
+from draftworks.production.requests import read_answer
 from draftworks.servers.client import GenerateRequest
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.sglang.speculation import SpeculatingClient, Speculation
@@ -76,6 +80,7 @@ def test_observe_counts_what_a_live_server_says_of_its_answers(tiny_target: Targ
         production.observe()
         answers = _ask(url)
         seen = production.observe()
+        _require_the_same_counts_of_one_request(url)
     passes = sum(answer.passes for answer in answers)
     tokens = sum(len(answer.output_ids) for answer in answers)
     [counted] = split_windows(seen.readings)
@@ -108,3 +113,34 @@ def _ask(url: str) -> list:
         return [client.answer(GenerateRequest(f"{n}", tuple(range(5 + n, 15 + n)), sampling)) for n in range(2)]
     finally:
         client.close()
+
+
+def _require_the_same_counts_of_one_request(url: str) -> None:
+    """By /generate, by the completion that is asked for its counts, and by the chunks of its stream."""
+    prompt, sampling = list(range(5, 15)), {"temperature": 0.0, "ignore_eos": True}
+    generated = _post(
+        url, "/generate", {"input_ids": prompt, "sampling_params": {**sampling, "max_new_tokens": TOKENS}}
+    )
+    body = {"model": "default", "prompt": prompt, "max_tokens": TOKENS, "return_spec_tokens_details": True, **sampling}
+    whole = [json.loads(line) for line in _post(url, "/v1/completions", body)]
+    streamed = [
+        json.loads(line.removeprefix(b"data: "))
+        for line in _post(url, "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
+        if line.startswith(b"data: {")
+    ]
+    found = [read_answer("sglang", each) for each in ([json.loads(line) for line in generated], whole, streamed)]
+    counts = found[0].counts
+    assert counts is not None
+    assert counts.passes > 0
+    assert [each.counts for each in found] == [counts] * 3
+    assert {(each.completion_tokens, each.finish, each.prompt_tokens) for each in found} == {
+        (TOKENS, "length", len(prompt))
+    }
+    assert found[0].weight_version == found[1].weight_version == "default"
+
+
+def _post(url: str, path: str, body: Mapping[str, Any]) -> list[bytes]:
+    """The lines of an answer."""
+    request = Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=HANG_S) as answer:
+        return answer.read().splitlines()

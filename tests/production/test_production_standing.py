@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from service_site import ServiceSite
 
-from draftworks.config.operations import ObservationSpec, ObservedServerSpec
+from draftworks.config.observation import ObservationSpec, ObservedServerSpec
 from draftworks.production.observer import Observation
 from draftworks.production.readings import Reading
 from draftworks.production.standing import (

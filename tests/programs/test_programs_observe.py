@@ -26,6 +26,7 @@ from metrics_server import Pages, serve_pages, sglang_pages, vllm_pages
 from observed_site import ObservedSite
 from paused_time import PausedTime
 from processes import wait_until_ended
+from request_logs import make_traffic, write_log
 from typer.testing import CliRunner, Result
 from waiting import HANG_S, wait_until
 
@@ -108,6 +109,24 @@ def test_a_target_without_servers_is_told_what_to_add(site: ObservedSite):
     found = call(site)
     assert found.exit_code == 1
     assert "has no servers: add a `servers` section" in found.output
+
+
+def test_logs_of_requests_are_a_second_table_and_stand_alone_without_servers(site: ObservedSite):
+    site.change_entry(observation={"requests": {"files": ["logs/*.jsonl"]}})
+    empty = call(site, "--no-read")
+    assert empty.exit_code == 0, empty.output
+    assert "no file matches 'logs/*.jsonl'" in empty.output
+    write_log(site.registry / "logs" / "a.jsonl", make_traffic({"chat": (0.5, 0.5), "tutor": (0.6, 0.3)}, each=4))
+    both = call(site, "--no-read")
+    assert both.exit_code == 0, both.output
+    assert "servers of small" in both.output
+    assert "fell: source tutor" in both.output
+    site.change_entry(servers=[])
+    found = json.loads(call(site, "--json").stdout)
+    assert (found["servers"], found["requests"]["lines"]) == ([], 72 * 8)
+    [eagle3] = found["requests"]["strategies"]
+    assert eagle3["fell"][0] == "source tutor"
+    assert [one["column"] for one in eagle3["slices"][:2]] == ["", "source"]
 
 
 COMMAND = (

@@ -10,6 +10,7 @@ import dagster as dg
 import pytest
 from metrics_server import Pages, serve_pages, sglang_pages, vllm_pages
 from observed_site import ObservedSite
+from request_logs import make_traffic, write_log
 
 from draftworks.targets.registry import Registry
 from spec_assets.code_location import build_definitions
@@ -87,3 +88,16 @@ def test_a_dead_server_is_a_warning_and_only_all_of_them_are_a_failure(site: Obs
     assert not failed.success
     said = failed.failure_data_for_node(NAME).user_failure_data.description
     assert said.startswith("no server could be read:\nserver a (")
+
+
+def test_logs_of_requests_bring_the_asset_without_a_server_and_their_slices(site: ObservedSite):
+    site.change_entry(servers=[], observation={"requests": {"files": ["logs/*.jsonl"]}})
+    assert list_observed_strategies(Registry(site.registry)) == ["eagle3"]
+    write_log(site.registry / "logs" / "a.jsonl", make_traffic({"chat": (0.5, 0.5), "tutor": (0.6, 0.3)}, each=4))
+    [event] = run(site).get_asset_materialization_events()
+    found = {key: value.value for key, value in event.materialization.metadata.items()}
+    assert "| source " in found["requests"]
+    assert "fell: source tutor" in found["requests"]
+    assert found["fallen_slices"] >= 1
+    assert found["difference_requests"] < 0
+    assert "servers" not in found

@@ -147,9 +147,9 @@ def read_served(
         DataError: an unreadable file, or a failed hook.
     """
     spec = dataset.served or ServedSpec()
-    lines: Iterable[_Line] = (_Line(each.file, each.number, _cut_prefix(each.content)) for each in arrived or ())
+    lines: Iterable[LogLine] = (LogLine(each.file, each.number, _cut_prefix(each.content)) for each in arrived or ())
     if arrived is None:
-        lines = (line for path in find_dataset_files(dataset, root) for line in _read_lines(path, spec))
+        lines = (line for path in find_dataset_files(dataset, root) for line in read_lines(path, spec.max_line_mb))
     parsed = (_parse(line, spec) for line in islice(lines, limit))
     calls = 1000 if spec.redaction is None else spec.redaction.rows_per_call
     for batch in _batches(parsed, calls):
@@ -183,7 +183,7 @@ def sample_prompts(dataset: DatasetSpec, root: Path, max_bytes: int) -> PromptSa
     spec = dataset.served or ServedSpec()
     found: dict[str, Conversation] = {}
     nbytes, complete = 0, True
-    for line in (line for path in find_dataset_files(dataset, root) for line in _read_lines(path, spec)):
+    for line in (line for path in find_dataset_files(dataset, root) for line in read_lines(path, spec.max_line_mb)):
         if nbytes >= max_bytes:
             complete = False
             break
@@ -213,7 +213,7 @@ def drop_beginnings(conversations: Iterable[Conversation]) -> list[Conversation]
 
 
 @dataclass(frozen=True)
-class _Line:
+class LogLine:
     """A line of a file: its bytes, or why they cannot be used."""
 
     file: str
@@ -224,7 +224,7 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Parsed:
-    line: _Line
+    line: LogLine
     prompt: ServedPrompt | None = None
     problem: str = ""
 
@@ -233,9 +233,10 @@ class _Parsed:
         return 0 if self.prompt is None else sum(len(turn.content) for turn in self.prompt.turns)
 
 
-def _read_lines(path: Path, spec: ServedSpec) -> Iterator[_Line]:
-    """Yield the lines of a file that are not empty; a line that is too long is never held."""
-    limit = int(spec.max_line_mb * 2**20)
+def read_lines(path: Path, max_line_mb: float) -> Iterator[LogLine]:
+    """Yield the lines of a log that are not empty, without what a logger wrote before them; one that is too long is never
+    held. Raises DataError if the file cannot be read."""
+    limit = int(max_line_mb * 2**20)
     try:
         with open_regular(path) as stream:
             number = 0
@@ -244,20 +245,20 @@ def _read_lines(path: Path, spec: ServedSpec) -> Iterator[_Line]:
                 if len(raw) > limit and not raw.endswith(b"\n"):
                     while (rest := stream.readline(limit)) and not rest.endswith(b"\n"):
                         pass
-                    yield _Line(str(path), number, problem=f"a line longer than {spec.max_line_mb:g} MiB")
+                    yield LogLine(str(path), number, problem=f"a line longer than {max_line_mb:g} MiB")
                     continue
                 raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
                 if raw.strip():
-                    yield _Line(str(path), number, _cut_prefix(raw))
+                    yield LogLine(str(path), number, _cut_prefix(raw))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def _cut_prefix(raw: bytes) -> bytes:
-    return _LOG_PREFIX.sub(b"", raw, count=1)
+    return raw if raw.startswith(b"{") else _LOG_PREFIX.sub(b"", raw, count=1)
 
 
-def _parse(line: _Line, spec: ServedSpec) -> _Parsed:
+def _parse(line: LogLine, spec: ServedSpec) -> _Parsed:
     if line.problem:
         return _Parsed(line, problem=line.problem)
     bare = replace(line, content=b"")

@@ -66,7 +66,7 @@ def parse_served(row: Any, source_field: str | None = None) -> ServedPrompt | No
         body = row.get("obj")
         _require_uncut(body)
     else:
-        body = _find_body(row)
+        body = find_body(row)
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise ShapeError("no request with a list of messages")
     if any(body.get(key) for key in TOOL_KEYS):
@@ -76,10 +76,10 @@ def parse_served(row: Any, source_field: str | None = None) -> ServedPrompt | No
         raise ShapeError("no user message")
     if turns[-1].role == "assistant":
         raise ShapeError("the last message is the assistant's")
-    return ServedPrompt(turns, _find_thinking(body, row), _find_source(row, body, source_field), _find_created(row))
+    return ServedPrompt(turns, find_thinking(body, row), find_source(row, body, source_field), find_created(row))
 
 
-def _find_body(row: Mapping[str, Any]) -> Any:
+def find_body(row: Mapping[str, Any]) -> Any:
     for key in ("request", "body"):
         inner = row.get(key)
         if isinstance(inner, dict):
@@ -132,7 +132,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _find_thinking(body: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+def find_thinking(body: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     """Return what the request asked for; where it did not, an answer with thoughts in it shows that it was on."""
     options = body.get("chat_template_kwargs")
     for name in ("enable_thinking", "thinking"):
@@ -154,7 +154,7 @@ def _find_thinking(body: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     return DEFAULT
 
 
-def _find_source(row: Mapping[str, Any], body: Mapping[str, Any], field: str | None) -> str | None:
+def find_source(row: Mapping[str, Any], body: Mapping[str, Any], field: str | None) -> str | None:
     """Return the value at a dotted path of the row or of the request's body, if it is a short text or number."""
     for start in (row, body) if field is not None else ():
         value: Any = start
@@ -167,7 +167,7 @@ def _find_source(row: Mapping[str, Any], body: Mapping[str, Any], field: str | N
     return None
 
 
-def _find_created(row: Mapping[str, Any]) -> float | None:
+def find_created(row: Mapping[str, Any]) -> float | None:
     response = row.get("response")
     places = [row, response, response.get("body")] if isinstance(response, dict) else [row]
     for place in places:

@@ -62,7 +62,7 @@ class MeasuredWalk:
         Raises:
             StoreError: the report or its eval data is missing or damaged.
         """
-        found = cls.read(report.path / eval_set, _find_eval_tokens(artifacts, report, eval_set))
+        found = cls.read(report.path / eval_set, find_eval_answers(artifacts, report, eval_set).path / TOKENS_FOLDER)
         return replace(found, report=report.path.name, draft=ReportIdentity.of(report).draft)
 
     @classmethod
@@ -366,12 +366,16 @@ def find_identical_samples(left: Sequence[TokenRow], right: Sequence[TokenRow]) 
     }
 
 
-def _find_eval_tokens(artifacts: ArtifactStore, report: Artifact, eval_set: str) -> Path:
-    """Return the tokenized answers that a report was measured on, which need not be the newest ones."""
+def find_eval_answers(artifacts: ArtifactStore, report: Artifact, eval_set: str) -> Artifact:
+    """Return the answers that a report was measured on, which need not be the newest ones.
+
+    Raises:
+        StoreError: they are not there any more.
+    """
     identity, asset = ReportIdentity.of(report), of_eval_set(eval_set).responses
     measured = identity.heldout if eval_set == HELDOUT else identity.evals.get(eval_set)
     wanted = None if measured is None else measured.answers
     for responses in artifacts.list_all(asset, report.target):
         if responses.data_version == wanted:
-            return responses.path / TOKENS_FOLDER
+            return responses
     raise StoreError(f"{report.path}: the {asset} {wanted} that it was measured on are not there any more")
