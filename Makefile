@@ -14,7 +14,7 @@
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2 GB)
 # make test-vllm          tests that run real vLLM, on CPU; it has an environment of its own (1.5 GB)
 # make test-mooncake      tests of stores and streams in a real Mooncake; that library is installed beside .venv
-# make test-cluster       tests on a real Slurm and Postgres, unpacked beside .venv from Debian's packages, and a real S3 server
+# make test-cluster       tests on a real Slurm and Postgres, and with skopeo, unpacked beside .venv from Debian's packages, and a real S3 server
 # make test-ray           tests on a real Ray cluster of two nodes on this machine; Ray is installed beside .venv
 # make test-trackers      tests with the real wandb, MLflow and Trackio, offline; they are installed beside .venv (200 MB)
 # make test-gpu           the engine's tests on a GPU, and

@@ -146,6 +146,7 @@ def _act(context: dg.AssetExecutionContext, service: "Service", config: ServiceC
     """
     from draftworks.service.candidate import RefusedError
     from draftworks.service.promotion import Request
+    from draftworks.service.swap_record import find_taken_back
 
     if config.action not in ("", PROMOTE, ROLLBACK):
         raise ConfigError(f"action: expected {PROMOTE} or {ROLLBACK}, found {config.action!r}")
@@ -163,14 +164,16 @@ def _act(context: dg.AssetExecutionContext, service: "Service", config: ServiceC
             judgement = service.judge(config.draft or None)
             for line in judgement.describe().splitlines():
                 context.log.info(line)
-            if config.action or service.settings.automatic or judgement.is_in_service:
+            taken_back = find_taken_back(service.register, judgement.candidate.served.digest)
+            if taken_back is not None and not config.action and not judgement.is_in_service:
+                context.log.warning(f"not promoted again: {taken_back.describe()}. {_say_how(service)}")
+                record = service.register.find()
+            elif config.action or service.settings.automatic or judgement.is_in_service:
                 record = service.promote(judgement, request)
             else:
                 service.accept(judgement)
                 record = service.register.find()
-                context.log.info(
-                    f"accepted. To promote it: draftworks promote {service.target.name} {service.strategy}"
-                )
+                context.log.info(f"accepted. {_say_how(service)}")
         except RefusedError as error:
             if config.action:
                 raise
@@ -178,8 +181,26 @@ def _act(context: dg.AssetExecutionContext, service: "Service", config: ServiceC
             record = service.register.find()
     if record is None:
         raise NothingToDo(f"target {service.target.name} has no {service.strategy} draft in service")
+    record = _swap(context, service, record, request.who)
     _tell(context, service, record)
     return record
+
+
+def _say_how(service: "Service") -> str:
+    return f"To promote it: draftworks promote {service.target.name} {service.strategy}"
+
+
+def _swap(context: dg.AssetExecutionContext, service: "Service", record: InService, who: str) -> InService:
+    """Have the target's running server load what is in service; return the record after it."""
+    if service.settings.swap is None:
+        return record
+    from draftworks.swap.swapping import swap
+
+    done = swap(service, record, who, context.log.info)
+    if done.result is not None:
+        log = context.log.info if done.result.outcome.serves else context.log.warning
+        log(done.result.describe())
+    return done.record
 
 
 def _tell(context: dg.AssetExecutionContext, service: "Service", record: InService) -> None:
@@ -197,9 +218,10 @@ def describe_service(service: "Service", record: InService) -> dict[str, Any]:
     """Return metadata: who, when, why, states, and the figures of the draft or its canary beside what it replaces."""
     from draftworks.service.candidate import find_delivery, read_states
     from draftworks.service.hook import describe_delivery
+    from draftworks.service.swap_record import find_swap
 
     states = read_states(service.register)
-    delivery = find_delivery(service.register, record)
+    delivery, swapped = find_delivery(service.register, record), find_swap(service.register, record)
     metadata: dict[str, Any] = {
         "draft": record.draft.digest,
         "state": states[record.draft.digest].value,
@@ -218,6 +240,13 @@ def describe_service(service: "Service", record: InService) -> dict[str, Any]:
         metadata["accepted"] = accepted[0]
     if record.canary is not None:
         metadata |= {"canary": record.canary.draft.digest, "canary_share": record.canary.share}
+    if record.draft.bundle is not None:
+        metadata |= {
+            "bundle": record.draft.bundle.digest,
+            "bundle_path": dg.MetadataValue.path(record.draft.bundle.path),
+        }
+    if swapped is not None:
+        metadata["server"] = swapped.describe()
     if delivery is not None:
         metadata["hook"] = describe_delivery(delivery)
     return metadata

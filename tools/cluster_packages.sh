@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Unpack the servers that `make test-cluster` starts into FOLDER/root: Debian packages, nothing is installed, no root needed.
+# Unpack the servers that `make test-cluster` starts, and skopeo, into FOLDER/root: Debian packages, nothing is installed, no root needed.
 #
 #   tools/cluster_packages.sh FOLDER
 #
@@ -16,9 +16,13 @@ POSTGRES=(postgresql-15 postgresql-client-15 libpq5 libicu72 libldap-2.5-0 libsa
     libk5crypto3 libkrb5support0 libkeyutils1 libpam0g)
 POSTGRES_PROGRAMS=(usr/lib/postgresql/15/bin/{initdb,postgres,pg_isready,createdb,psql,pg_dump,pg_restore})
 
+# The judge of bundles: it reads OCI layouts.
+SKOPEO=(skopeo libgpgme11 libassuan0 libdevmapper1.02.1)
+SKOPEO_PROGRAMS=(usr/bin/skopeo)
+
 # Another service adds its packages here, and the programs of which all libraries must be found.
-PACKAGES=("${SLURM[@]}" "${POSTGRES[@]}")
-PROGRAMS=("${SLURM_PROGRAMS[@]}" "${POSTGRES_PROGRAMS[@]}")
+PACKAGES=("${SLURM[@]}" "${POSTGRES[@]}" "${SKOPEO[@]}")
+PROGRAMS=("${SLURM_PROGRAMS[@]}" "${POSTGRES_PROGRAMS[@]}" "${SKOPEO_PROGRAMS[@]}")
 
 folder=$(realpath -m "${1:?usage: tools/cluster_packages.sh FOLDER}")
 mkdir -p "$folder/packages"

@@ -337,6 +337,7 @@ class TargetSpec(Spec):
     def _check_service(self) -> TargetSpec:
         if self.service is not None:
             self.service.require_eval_sets(["heldout", *self.evals])
+            self.service.require_strategies(self.strategies)
         elif self.decision is not None:
             raise ValueError(
                 "decision: is about the draft in service: add a `service` section too, {} for its defaults"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import DistinctNumbers, Dtype, EnvironmentName, Spec, require_distinct
 from draftworks.config.capture import StartedServer
-from draftworks.config.urls import parse_url, require_private
+from draftworks.config.urls import parse_url, require_private, require_root
+from draftworks.storage.http_call import is_loopback
 from draftworks.storage.words import suggest_or_list
 
 LEAST_PROMPTS = 120
 """Prompts from which on few promotions and decisions are wrong, whatever the data: see docs/benchmarks.md."""
+
+
+LEAST_READINGS = 12
+"""Windows of a server's counters below which they have no interval; as `draftworks.production.readings.LEAST_WINDOWS`."""
 
 
 class HookSpec(Spec):
@@ -48,6 +53,62 @@ class HookSpec(Spec):
         return self
 
 
+class SwapSpec(Spec):
+    """A vLLM on this machine that runs, and is given each draft that goes into service, see `draftworks exchange`."""
+
+    url: str = Field(description="Address of vLLM, on this machine: its development mode asks for no key.")
+    folder: str = Field(description="The draft's folder that vLLM was started with, an absolute path; replaced.")
+    strategy: str | None = Field(
+        default=None,
+        description="Strategy whose draft it serves, where the target has several; of others it is not told.",
+    )
+    format: str | None = Field(
+        default=None, description="Export format, where there are several: the one that is served."
+    )
+    requests: int = Field(
+        default=200, ge=1, description="Answers of the former draft, and then of the new one, that are compared."
+    )
+    seconds: float = Field(
+        default=900.0, gt=0, le=86400, description="Longest time for either; with too few answers it is undecided."
+    )
+    every_s: float = Field(
+        default=5.0,
+        ge=0.05,
+        le=600,
+        description="Pause between two readings of the counters: 12 of them or more count.",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=3600,
+        description="Time limit of each call of the exchange; requests that run are answered first.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str) -> str:
+        url = require_root(parse_url(value))
+        if not is_loopback(url):
+            raise ValueError("expected an address of this machine, such as http://127.0.0.1:8000")
+        return url
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, value: str) -> str:
+        if not value.startswith("/"):
+            raise ValueError("expected an absolute path, that of the folder that vLLM was started with")
+        return value
+
+    @model_validator(mode="after")
+    def _check_time(self) -> SwapSpec:
+        if self.seconds < LEAST_READINGS * self.every_s:
+            raise ValueError(
+                f"seconds {self.seconds:g} leaves no room for {LEAST_READINGS} readings every_s {self.every_s:g}: nothing "
+                "could be decided"
+            )
+        return self
+
+
 class ServiceSpec(Spec):
     """The rule by which a draft replaces the one in service, and who is told."""
 
@@ -77,6 +138,16 @@ class ServiceSpec(Spec):
         description="Put into service what the rule accepts. false: it is marked as accepted, and `draftworks promote` does it.",
     )
     hook: HookSpec | None = Field(default=None, description="Tells servers; default: nobody is told.")
+    bundle: bool = Field(
+        default=False,
+        description="Promotions make a bundle of the draft, and the record names its digest and its folder: one object with "
+        "files, flags by server, promised tokens by slice, licences and lineage.",
+    )
+    swap: SwapSpec | None = Field(
+        default=None,
+        description="A running vLLM loads what goes into service, without a restart, and goes back if it accepts clearly less: "
+        "by more than `margin`.",
+    )
 
     @model_validator(mode="after")
     def _check_margins(self) -> ServiceSpec:
@@ -97,6 +168,21 @@ class ServiceSpec(Spec):
             raise ValueError(
                 f"service.margins.{unknown[0]}: the target is not measured on that eval set; "
                 f"{suggest_or_list(unknown[0], names)}"
+            )
+
+    def require_strategies(self, names: Collection[str]) -> None:
+        """Raise ValueError if it is not clear whose draft a running server loads."""
+        if self.swap is None:
+            return
+        if self.swap.strategy is None and len(names) > 1:
+            raise ValueError(
+                f"service.swap.strategy: the server serves the draft of one strategy, and the target has {', '.join(names)}: "
+                "name it"
+            )
+        if self.swap.strategy is not None and self.swap.strategy not in names:
+            raise ValueError(
+                f"service.swap.strategy: the target has no strategy {self.swap.strategy}; "
+                f"{suggest_or_list(self.swap.strategy, names)}"
             )
 
     def select_margin(self, eval_set: str) -> float:

@@ -289,6 +289,12 @@ COMMANDS = {
         "Show the draft in service, its state, figures and canary; with --folder, where a server finds it.",
         SERVE,
     ),
+    "bundle": CommandPlace(
+        "bundle",
+        "bundle",
+        "Make one object of a draft to deploy: files, flags, promised tokens by slice, licences, lineage; or verify one.",
+        SERVE,
+    ),
     "exchange": CommandPlace(
         "exchange",
         "exchange",

@@ -15,6 +15,7 @@ from draftworks.programs.start import CHECKOUT_REGISTRY, RegistryOption, report_
 from draftworks.service.candidate import find_delivery, read_states
 from draftworks.service.register import InService, ServiceRegister, resolve_draft
 from draftworks.service.rule import describe_figures
+from draftworks.service.swap_record import find_swap
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.names import of_strategy
@@ -72,7 +73,7 @@ def promote(
         record = service.promote(judgement, Request(who or name_user(), why or "", expect, force, canary))
         unchanged = judgement.current is not None and record.number == judgement.current.number
         typer.echo(f"{NOTHING_TO_DO}{describe_record(record)}" if unchanged else describe_record(record))
-        told = tell(service, record)
+        told = swap_and_tell(service, record, who)
     except DraftworksError as error:
         raise report_error(error) from None
     raise typer.Exit(0 if told else 1)
@@ -102,7 +103,7 @@ def rollback(
         service = open_service(registry, target, strategy)
         record = service.rollback(Request(who or name_user(), why or "", expect, force), draft)
         typer.echo(describe_record(record))
-        told = tell(service, record)
+        told = swap_and_tell(service, record, who)
     except DraftworksError as error:
         raise report_error(error) from None
     raise typer.Exit(0 if told else 1)
@@ -134,7 +135,9 @@ def in_service(
             typer.echo(f"draft {digest}: {state}")
         for one in record.figures:
             typer.echo(describe_figures(one))
-        delivery = find_delivery(register, record)
+        delivery, swapped = find_delivery(register, record), find_swap(register, record)
+        if swapped is not None:
+            typer.echo(swapped.describe())
         if delivery is not None:
             from draftworks.service.hook import describe_delivery
 
@@ -169,6 +172,24 @@ def open_service(registry: Path, target: str, strategy: str) -> Service:
     return Service(found, spec, files, strategy, ArtifactStore(found.resolve_var_folder(), digests))
 
 
+def swap_and_tell(service: Service, record: InService, who: str | None) -> bool:
+    """Have the target's running server load what is in service, call the hook, and return whether both succeeded."""
+    if service.settings.swap is None:
+        return tell(service, record)
+    from draftworks.service.swap_record import Outcome
+    from draftworks.swap.swapping import swap
+
+    done = swap(service, record, _name(who), typer.echo)
+    if done.result is not None:
+        typer.echo(done.result.describe())
+    if done.record != record:
+        typer.echo(describe_record(done.record))
+    swapped = done.result is None or done.result.outcome.serves
+    if done.result is not None and done.result.outcome is Outcome.FAILED:
+        typer.echo("the draft is in service; the same command has the server load it again", err=True)
+    return tell(service, done.record) and swapped
+
+
 def tell(service: Service, record: InService) -> bool:
     """Call the target's hook, print what has come of it, and return whether it succeeded."""
     from draftworks.service.hook import describe_delivery, tell_servers
@@ -191,6 +212,7 @@ def describe_record(record: InService) -> str:
     if record.canary is not None:
         said += f"; canary {record.canary.draft.digest} gets {record.canary.share:.0%} of the requests"
     said += "; the rule was overruled" if record.forced else ""
+    said += f"; bundle {record.draft.bundle.digest}: {record.draft.bundle.path}" if record.draft.bundle else ""
     return said + (f": {record.why}" if record.why else "")
 
 

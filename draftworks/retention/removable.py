@@ -144,9 +144,10 @@ def choose_drafts(history: tuple[InService, ...]) -> list[ServedDraft]:
 
 
 def list_results(var: Path, register: ServiceRegister, draft: ServedDraft) -> list[Path]:
-    """Return the folders of a draft, its export and its report."""
+    """Return the folders of a draft, its export, its report and its bundle."""
     made = var / of_strategy(register.strategy).draft / register.target / draft.digest
-    return [made, var / draft.path, locate_report(var, register, draft)]
+    bundle = [] if draft.bundle is None else [(var / draft.bundle.path).parent]
+    return [made, var / draft.path, locate_report(var, register, draft), *bundle]
 
 
 def locate_report(var: Path, register: ServiceRegister, draft: ServedDraft) -> Path:

@@ -53,7 +53,7 @@ NO_RESULTS = frozenset(
     }
 )
 """Folders in `var` that hold no results."""
-_KINDS = {"_draft": "drafts", "_report": "reports", "_serving": "reports", "_export": "exports"}
+_KINDS = {"_draft": "drafts", "_report": "reports", "_serving": "reports", "_export": "exports", "_bundle": "exports"}
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.report.served import list_served, name_engine
 from draftworks.export.conventions import GATE_MEANINGS, SERVER_COMMANDS
 from draftworks.service.register import EvalFigures, InService, ServedDraft, ServiceRegister
+from draftworks.service.swap_record import find_swap
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.event_log import MAX_RECORD_BYTES
 from draftworks.storage.files import publish_json, read_json
@@ -235,8 +236,9 @@ def read_states(register: ServiceRegister) -> dict[str, State]:
     found: dict[str, State] = {}
     current = register.find()
     if current is not None:
-        delivery = find_delivery(register, current)
-        confirmed = delivery is not None and delivery.confirmed
+        delivery, swapped = find_delivery(register, current), find_swap(register, current)
+        by_server = swapped is not None and swapped.outcome.serves
+        confirmed = by_server or (delivery is not None and delivery.confirmed)
         found[current.draft.digest] = State.CONFIRMED if confirmed else State.PROMOTED
     accepted = find_accepted(register)
     if accepted is not None and accepted.number == (0 if current is None else current.number):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from draftworks.bundle.description import BundleSubject
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.service import ServiceSpec
@@ -16,6 +17,7 @@ from draftworks.data.slices import SLICE_COLUMNS
 from draftworks.errors import StoreError
 from draftworks.evaluation.report.comparison import SliceDifference, WalkComparison, WalkPair, compare_reports
 from draftworks.evaluation.report.slice_changes import LEAST_PROMPTS, resample_enough
+from draftworks.service.bundling import find_subject, store_bundle
 from draftworks.service.candidate import (
     Accepted,
     Candidate,
@@ -24,7 +26,16 @@ from draftworks.service.candidate import (
     forget_accepted,
     save_accepted,
 )
-from draftworks.service.register import Canary, ConflictError, EvalFigures, InService, ServiceRegister, require_present
+from draftworks.service.register import (
+    Bundle,
+    Canary,
+    ConflictError,
+    EvalFigures,
+    InService,
+    ServedDraft,
+    ServiceRegister,
+    require_present,
+)
 from draftworks.service.rule import (
     CONFIDENCE,
     Compared,
@@ -160,6 +171,8 @@ class Service:
             raise RefusedError("a canary stands beside a draft in service, and there is none: promote one first")
         if request.share is not None and seen is not None and seen.draft.digest == served.digest:
             raise RefusedError(f"draft {served.digest} is in service: it cannot be its own canary")
+        if self.settings.bundle:
+            served = replace(served, bundle=self.bundle(served))
 
         def make(now: InService | None) -> InService:
             if (now and now.number) != (seen and seen.number):
@@ -182,6 +195,18 @@ class Service:
         assert done is not None
         forget_accepted(self.register)
         return done
+
+    def bundle(self, served: ServedDraft) -> Bundle:
+        """Return the stored bundle of a draft, see `draftworks.service.bundling`."""
+        return store_bundle(self.artifacts, self.find_subject(served))
+
+    def _forget_pruned_bundle(self, served: ServedDraft) -> ServedDraft:
+        there = served.bundle is not None and (self.artifacts.root / served.bundle.path).is_dir()
+        return served if there else replace(served, bundle=None)
+
+    def find_subject(self, served: ServedDraft) -> BundleSubject:
+        """Return what the bundle of a draft is made from. Raises as `draftworks.service.bundling.find_subject`."""
+        return find_subject(self.artifacts, self.registry, self.target, self.files, self.strategy, served)
 
     def rollback(self, request: Request, digest: str | None = None) -> InService:
         """Take back the last promotion: end a canary, or put the draft before into service; return the record.
@@ -213,7 +238,13 @@ class Service:
                 return replace(self._follow(now, "end_canary", request, None), figures=())
             require_present(self.artifacts.root, goal.draft)
             made = self._follow(now, "rollback", request, None)
-            return replace(made, draft=goal.draft, previous=now.draft.digest, rollback_to=goal.rollback_to, figures=())
+            return replace(
+                made,
+                draft=self._forget_pruned_bundle(goal.draft),
+                previous=now.draft.digest,
+                rollback_to=goal.rollback_to,
+                figures=(),
+            )
 
         done = self.register.replace(self._expect(request, seen), make)
         assert done is not None

@@ -29,6 +29,19 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True)
+class Bundle:
+    """The one object that has a draft, its flags and its promise, see `draftworks.bundle`.
+
+    Attributes:
+        digest: of its manifest: `sha256:` and 64 hexadecimal digits.
+        path: folder of its OCI layout, relative to `var`.
+    """
+
+    digest: str
+    path: str
+
+
+@dataclass(frozen=True)
 class ServedDraft:
     """An exported draft that servers load.
 
@@ -40,6 +53,7 @@ class ServedDraft:
         weights: content digest of the draft's weights.
         target_digest: digest of the target's weights that the draft was trained for.
         report: identity of the report by which it was judged.
+        bundle: None where the target's entry asks for none.
     """
 
     digest: str
@@ -49,6 +63,7 @@ class ServedDraft:
     weights: str
     target_digest: str
     report: str
+    bundle: Bundle | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +162,7 @@ class InService:
             if values["schema"] != SCHEMA_VERSION:
                 raise StoreError(f"{where}: expected schema {SCHEMA_VERSION}, found {values['schema']}")
             names = ServedDraft.__dataclass_fields__
-            draft = {name: values[name] for name in names}
+            draft = {name: values[name] for name in names if name in values or name != "bundle"}
             rest = {name: value for name, value in values.items() if name not in names}
             found = _RECORD.validate_json(json.dumps({**rest, "draft": draft}), strict=True)
             _require_safe(found)
@@ -167,9 +182,10 @@ def _require_safe(found: InService) -> None:
     """Raise ValueError unless names and paths stay inside their folders and the time can be read."""
     drafts = [found.draft] if found.canary is None else [found.draft, found.canary.draft]
     for draft in drafts:
-        parts = PurePosixPath(draft.path)
-        if parts.is_absolute() or ".." in parts.parts or not parts.parts:
-            raise ValueError(f"path {draft.path!r} is not inside the folder of results")
+        for path in [draft.path] if draft.bundle is None else [draft.path, draft.bundle.path]:
+            parts = PurePosixPath(path)
+            if parts.is_absolute() or ".." in parts.parts or not parts.parts:
+                raise ValueError(f"path {path!r} is not inside the folder of results")
         for name in (found.target, found.strategy, draft.digest, *draft.formats):
             require_name(name)
     datetime.fromisoformat(found.when)

@@ -45,7 +45,7 @@ HELDOUT_FEATURES = "heldout_eval_features"
 
 
 class StrategyAssets(NamedTuple):
-    """Names of the assets that exist once per strategy."""
+    """Names of the assets that exist once per strategy, and of the results of `draftworks bundle`, which are none."""
 
     draft: str
     report: str
@@ -56,6 +56,7 @@ class StrategyAssets(NamedTuple):
     promoted: str
     decision: str
     observed: str
+    bundle: str
 
 
 class EvalSetAssets(NamedTuple):

@@ -57,6 +57,7 @@ def read_entry(path: Path, name: str, find_deployment: Callable[[], DeploymentSp
         if read.spec is not None:
             kept[strategy] = read.spec
     spec = parsed.spec.model_copy(update={"strategies": kept}) if kept != parsed.spec.strategies else parsed.spec
+    problems += _find_swap_problems(path, spec)
     deployment = find_deployment() if spec.launcher else None
     if deployment is not None:
         try:
@@ -65,6 +66,19 @@ def read_entry(path: Path, name: str, find_deployment: Callable[[], DeploymentSp
             problems += str(error).splitlines()
             spec = spec.model_copy(update={"launcher": {}})
     return Parsed(spec, tuple(problems))
+
+
+def _find_swap_problems(path: Path, spec: TargetSpec) -> list[str]:
+    """Return a line if a running server is to load a format that its strategy does not have."""
+    swap = None if spec.service is None else spec.service.swap
+    wanted = next(iter(spec.strategies), None) if swap is None or swap.strategy is None else swap.strategy
+    if swap is None or swap.format is None or wanted not in spec.strategies:
+        return []
+    try:
+        resolve_strategy(wanted).export(swap.format)
+    except ConfigError as error:
+        return [f"{path}: service.swap.format: {error}"]
+    return []
 
 
 def _read_strategy(path: Path, name: str, entry: StrategyEntry) -> Parsed[StrategyEntry]:

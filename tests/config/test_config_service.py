@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from draftworks.config.registry_files import TargetSpec
+from draftworks.config.registry_files import StrategyEntry, TargetSpec
 from draftworks.config.service import HookSpec, ServiceSpec
+
+SWAP = {"url": "http://127.0.0.1:8000", "folder": "/served"}
+BOTH = {"eagle3": StrategyEntry(), "dflash": StrategyEntry()}
 
 
 @pytest.mark.parametrize(
@@ -24,11 +27,13 @@ from draftworks.config.service import HookSpec, ServiceSpec
         ({"hook": {"url": "http://127.0.0.1.example.org/x"}}, "use https"),
         ({"hook": {"url": "https://me:secret@example.org"}}, "must not contain a user"),
         ({"hook": {"command": ["a"], "api_key_env": "KEY"}}, "a command reads its environment"),
+        ({"swap": {**SWAP, "strategy": "dflsh"}}, "no strategy dflsh; did you mean dflash"),
+        ({"swap": SWAP}, "the draft of one strategy, and the target has eagle3, dflash: name it"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings: dict, said: str):
     with pytest.raises(ValidationError, match=said):
-        TargetSpec(name="t", model="m", dataset="d", evals=["code"], service=settings)
+        TargetSpec(name="t", model="m", dataset="d", evals=["code"], service=settings, strategies=BOTH)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ from draftworks.config.registry_files import (
     TargetSpec,
     TrainingSpec,
 )
-from draftworks.config.service import ComparisonSpec, GateSpec, HookSpec, ServiceSpec, ServingSpec
+from draftworks.config.service import ComparisonSpec, GateSpec, HookSpec, ServiceSpec, ServingSpec, SwapSpec
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.trackers import MlflowSpec, TrackersSpec, TrackioSpec, WandbSpec
 from draftworks.targets.registry import Registry, resolve_recipe
@@ -70,6 +70,7 @@ SERVER = CaptureSpec(backend="sglang_server")
 CUSTOM = CustomEngineSpec(entry_point="a:b", engine="mine")
 REDACTION = RedactionSpec(command=["true"])
 HOOK = HookSpec(command=["true"])
+SWAP = SwapSpec(url="http://127.0.0.1:8", folder="/served")
 SERVED = ObservedServerSpec(name="a", url="https://a", kind="vllm", strategy="eagle3")
 LOGS = RequestsSpec(files=["logs/*.jsonl"])
 ENDPOINT = EndpointSpec(base_urls=["http://127.0.0.1:1/v1"], server="vllm")
@@ -270,8 +271,8 @@ SETTINGS = [
         ServiceSpec(),
         lambda service: of_target(TARGET.model_copy(update={"service": service})),
         set(),
-        {"margin", "margins", "least_prompts", "slice_margin", "automatic", "hook"},
-        {"hook": HOOK, "margins": {"heldout": 0.01}},
+        {"margin", "margins", "least_prompts", "slice_margin", "automatic", "hook", "bundle", "swap"},
+        {"hook": HOOK, "swap": SWAP, "margins": {"heldout": 0.01}},
     ),
     Settings(
         DecisionSpec(),
@@ -304,6 +305,13 @@ SETTINGS = [
         set(),
         {"command", "url", "api_key_env", "timeout_s", "attempts", "pause_s"},
         {"command": None, "url": "https://a", "api_key_env": "KEY"},
+    ),
+    Settings(
+        SWAP,
+        lambda swap: of_target(TARGET.model_copy(update={"service": ServiceSpec().model_copy(update={"swap": swap})})),
+        set(),
+        {"url", "folder", "strategy", "format", "requests", "seconds", "every_s", "timeout_s"},
+        {"url": "http://127.0.0.1:9", "folder": "/other", "strategy": "eagle3", "format": "sglang_eagle3"},
     ),
     Settings(
         ServedSpec(),

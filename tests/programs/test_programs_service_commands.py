@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import Result
+from exchanging_vllm import ExchangingVLLM, SwapSite
 from service_site import ServiceSite
 from typer.testing import CliRunner
 
@@ -110,3 +111,24 @@ def test_the_drafts_of_a_strategy_that_an_entry_dropped_stay_and_go_back_as_befo
     assert f"rollback: draft {drafts[1]}" in call(site, "in-service").stdout
     assert Path(call(site, "in-service", "--folder").stdout.strip()).joinpath("model.safetensors").exists()
     assert "does not use this strategy; there is: dflash" in call(site, "promote", "--draft", drafts[3]).stderr
+
+
+def test_a_draft_that_a_running_server_accepts_less_of_is_taken_back_and_the_command_fails(tmp_path: Path):
+    with ExchangingVLLM.make(tmp_path / "served").run() as server:
+        server.by_reading = True
+        site = SwapSite(tmp_path, entry={"service": {"swap": server.describe(every_s=0.05)}})
+        first, second = site.publish("a", 1.0), site.publish("b", 1.5)
+        server.accepts = {"default": 1.0, first: 1.0, second: 0.5}
+        assert call(site, "promote", "--draft", first).exit_code == 0
+        told = call(site, "promote", "--who", "ann")
+        assert told.exit_code == 1
+        assert f"{server.url} went back from draft {second} to {first}: it accepted clearly less" in told.stdout
+        assert f"rollback: draft {first} is in service" in told.stdout
+        assert server.version == first
+        shown = call(site, "in-service").stdout
+        assert "by ann" in shown
+        assert f"{server.url} serves draft {first}: the server went back to it from draft {second}" in shown
+        server.accepts = {first: 1.0, second: 1.2}
+        again = call(site, "promote")  # a person who asks again gets it
+        assert again.exit_code == 0
+        assert f"{server.url} serves draft {second}: it accepts no less" in again.stdout

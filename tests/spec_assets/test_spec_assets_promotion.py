@@ -10,6 +10,7 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
+from exchanging_vllm import ExchangingVLLM, SwapSite
 from service_site import ServiceSite
 
 from draftworks.service.candidate import State, read_states
@@ -152,3 +153,21 @@ def test_to_look_whether_a_step_has_something_to_do_puts_nothing_into_service(si
 def test_an_unknown_action_is_refused(site: ServiceSite):
     assert "expected promote or rollback" in explain(run(site, "promote_eagle3", action="rolback"))
     assert yaml.safe_load((site.registry / "targets" / "small.yaml").read_text())["service"] == {}
+
+
+def test_a_run_tells_what_the_server_served_and_promotes_no_draft_again_that_it_went_back_from(tmp_path: Path):
+    with ExchangingVLLM.make(tmp_path / "served").run() as server:
+        server.by_reading = True
+        section = {"bundle": False, "swap": server.describe(every_s=0.05)}
+        site = SwapSite(tmp_path, entry={"service": section})
+        first = site.publish("a", 1.0)
+        server.accepts = {"default": 1.0, first: 1.0}
+        assert materialize(site).success
+        second = site.publish("b", 1.5)
+        server.accepts |= {second: 0.5}
+        found = read_metadata(materialize(site))
+        assert (found["draft"], found["action"], server.version) == (first, "rollback", first)
+        assert f"went back from draft {second} to {first}" in found["why"]
+        assert "the server went back to it" in found["server"]
+        again = read_metadata(materialize(site))
+        assert (again["number"], server.exchanges) == (found["number"], [first, second, first])

@@ -106,8 +106,7 @@ class ServiceSite:
 
         def build(out: Path) -> BuildResult:
             for name, mean in accepted.items():
-                walk = tuple(self.make_walk(index, mean, draft.data_version) for index in range(prompts))
-                drafts = {"trained": DraftMeasurement(ACCURACY, walk=walk)}
+                drafts = self.measure(mean, prompts, draft.data_version)
                 report = Report(
                     draft.target,
                     self.strategy,
@@ -120,6 +119,7 @@ class ServiceSite:
                 publish_table(out / name / PROMPTS, build_prompts_table(drafts))
                 files = FileManifest.record(out / name, (PROMPTS,)).digests
                 publish_json(out / name / REPORT, {**report.to_json(), "files": files})
+                self.publish_more(out / name, report)
             return BuildResult(f"of {draft.path.name}")
 
         identity = {
@@ -151,6 +151,14 @@ class ServiceSite:
     def name_eval_data(self, eval_set: str, target: str, answers: str) -> list[Any]:
         """Versions of the answers and of their features, as a report's identity has them."""
         return [answers, "features"]
+
+    def measure(self, mean: float, prompts: int, weights: str) -> dict[str, DraftMeasurement]:
+        """The drafts of a report on one eval set."""
+        walk = tuple(self.make_walk(index, mean, weights) for index in range(prompts))
+        return {"trained": DraftMeasurement(ACCURACY, walk=walk)}
+
+    def publish_more(self, folder: Path, report: Report) -> None:
+        """Further files of a report on one eval set."""
 
     def make_walk(self, index: int, mean: float, weights: str) -> PromptAcceptance:
         return make_walk(index, mean, weights)

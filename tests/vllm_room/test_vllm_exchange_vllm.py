@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from ladder_toys import TTT, Answers, Ladder, build_ladder, greedy_answers, make_draft
 from recording_site import read_lines, recording_site, whole
 from safetensors.torch import load_file, save_file
+from service_site import ServiceSite
 from waiting import HANG_S
 
 from draftworks.config.draft_options import WEIGHTS
@@ -35,8 +36,10 @@ from draftworks.production.serving_facts import ServingFacts, read_pages
 from draftworks.production.silent_failures import DraftOnDisk, Evidence, find_causes
 from draftworks.servers.client import Sampling
 from draftworks.service.register import ServedDraft
-from draftworks.storage.artifacts import RECORD
+from draftworks.service.swap_record import Outcome
+from draftworks.storage.artifacts import RECORD, Artifact, BuildResult
 from draftworks.storage.files import publish_json
+from draftworks.swap.swapping import Clock, swap
 from draftworks.vllm.client import VLLMClient
 from draftworks.vllm.exchange import BACKEND, PLUGIN, exchange_draft
 from draftworks.vllm.server import VLLMServer, VLLMServerOptions
@@ -77,13 +80,46 @@ class Running:
     served: Path
     prompts: list[ServerPrompt]
 
-    def accept(self) -> dict[str, PromptAcceptance]:
+    def accept(self, prompts: int = PROMPTS) -> dict[str, PromptAcceptance]:
         with VLLMClient(self.url, HANG_S) as client:
             found = ask_server(
-                self.prompts, lambda each: client.answer("small", each.prompt, Sampling(each.max_new_tokens)), 1
+                self.prompts[:prompts],
+                lambda each: client.answer("small", each.prompt, Sampling(each.max_new_tokens)),
+                1,
             )
-        assert found.identical_answers == found.answers == PROMPTS
+        assert found.identical_answers == found.answers == prompts
         return {one.sample_id: one for one in found.prompts}
+
+
+@dataclass
+class Traffic:
+    """A clock by which each pause is so long that the server answers some prompts, another number each time."""
+
+    running: Running
+    now: float = 0.0
+    pauses: int = 0
+    answered: int = 0
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses += 1
+        self.now += seconds
+        self.answered += len(self.running.accept(1 + self.pauses % PROMPTS))
+
+
+@dataclass(frozen=True)
+class LiveSite(ServiceSite):
+    """Exports are the files that the server loads, by what the draft is called."""
+
+    folders: Mapping[str, Path] = field(default_factory=dict)
+
+    def publish_export(self, draft: Artifact, passed: bool = True) -> Artifact:
+        made = super().publish_export(draft, passed)
+
+        def build(out: Path) -> BuildResult:
+            shutil.copytree(self.folders[draft.identity["name"]], out / "sglang")
+            return BuildResult(made.data_version, made.summary)
+
+        return self.artifacts.obtain(made.asset, made.target, {**made.identity, "live": True}, build)
 
 
 @pytest.fixture(scope="module")
@@ -257,4 +293,26 @@ def test_a_draft_of_another_target_is_refused_and_the_former_one_serves_on(
     (tmp_path / "foreign" / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError, match="serves the former draft: .*other target_digest than at the start"):
         exchange_draft(running.url, tmp_path / "foreign", running.served, "foreign", HANG_S)
+    assert running.accept() == before
+
+
+def test_a_promotion_is_swapped_in_and_taken_back_as_the_server_accepts_less(
+    running: Running, first: Taught, second: Taught, tmp_path: Path
+):
+    settings = {"url": running.url, "folder": str(running.served), "requests": 20, "seconds": 600}
+    folders = {"first": first.folder, "second": second.folder}
+    site = LiveSite(tmp_path, entry={"service": {"swap": settings}}, folders=folders)
+    before = running.accept()
+    former = site.publish("first", 1.0)
+    site.promote()
+    site.publish("second", 2.0)  # the reports say more than is true
+    traffic = Traffic(running)
+    done = swap(site.open(), site.promote(), "me", clock=Clock(lambda: traffic.now, traffic.sleep))
+    result = done.result
+    assert result is not None
+    assert result.outcome is Outcome.BACK, result.describe()
+    assert result.before is not None
+    assert result.after is not None
+    assert result.before.requests + result.after.requests == traffic.answered
+    assert (done.record.action, done.record.draft.digest) == ("rollback", former)
     assert running.accept() == before
