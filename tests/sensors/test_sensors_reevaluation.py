@@ -307,7 +307,7 @@ def test_it_is_off_unless_one_line_of_the_deployment_says_otherwise(fleet, line,
     repository = build_definitions(fleet.registry).get_repository_def()
     sensor = repository.get_sensor_def("reevaluation_sensor")
     statuses = [sensor.default_status, *(schedule.default_status for schedule in repository.schedule_defs)]
-    assert [status.value for status in statuses] == ["RUNNING" if running else "STOPPED"] * 2
+    assert [status.value for status in statuses] == ["RUNNING" if running else "STOPPED"] * 3
 
 
 def test_a_tick_reads_no_weights_that_did_not_change(fleet, instance, monkeypatch):

@@ -28,9 +28,9 @@ class BundleSite(ServiceSite):
         (self.registry / "datasets" / "none.yaml").write_text("files: [none.jsonl]\nlicence: CC-BY-4.0\n")
         (self.registry / "models" / "small" / "README.md").write_text(CARD)
 
-    def measure(self, mean: float, prompts: int, weights: str) -> dict[str, DraftMeasurement]:
+    def measure_drafts(self, mean: float, prompts: int, weights: str) -> dict[str, DraftMeasurement]:
         free = tuple(self.make_walk(index, FREE_ACCEPTS, "free") for index in range(prompts))
-        return super().measure(mean, prompts, weights) | {FREE: DraftMeasurement(None, walk=free)}
+        return super().measure_drafts(mean, prompts, weights) | {FREE: DraftMeasurement(None, walk=free)}
 
     def publish_more(self, folder: Path, report: Report) -> None:
         ids = [prompt.sample_id for prompt in report.drafts["trained"].walk]

@@ -106,7 +106,7 @@ class ServiceSite:
 
         def build(out: Path) -> BuildResult:
             for name, mean in accepted.items():
-                drafts = self.measure(mean, prompts, draft.data_version)
+                drafts = self.measure_drafts(mean, prompts, draft.data_version)
                 report = Report(
                     draft.target,
                     self.strategy,
@@ -152,7 +152,7 @@ class ServiceSite:
         """Versions of the answers and of their features, as a report's identity has them."""
         return [answers, "features"]
 
-    def measure(self, mean: float, prompts: int, weights: str) -> dict[str, DraftMeasurement]:
+    def measure_drafts(self, mean: float, prompts: int, weights: str) -> dict[str, DraftMeasurement]:
         """The drafts of a report on one eval set."""
         walk = tuple(self.make_walk(index, mean, weights) for index in range(prompts))
         return {"trained": DraftMeasurement(ACCURACY, walk=walk)}
