@@ -14,10 +14,17 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from documents import ROOT, documents
 from own_names import find_own_names, list_class_names, parse_rooms
+
+
+@pytest.fixture(scope="module")
+def rooms() -> dict[Path, ast.Module]:
+    """The trees of all modules, for as long as this file's tests take."""
+    return parse_rooms()
 
 
 def find_texts(tree: ast.Module) -> Iterator[ast.Constant]:
@@ -31,10 +38,10 @@ def find_texts(tree: ast.Module) -> Iterator[ast.Constant]:
             yield node
 
 
-def test_no_message_or_page_has_the_name_of_a_class_for_a_word():
+def test_no_message_or_page_has_the_name_of_a_class_for_a_word(rooms: dict[Path, ast.Module]):
     found = {
         f"{path.relative_to(ROOT)}:{text.lineno}": names
-        for path, tree in parse_rooms().items()
+        for path, tree in rooms.items()
         for text in find_texts(tree)
         if (names := find_own_names(str(text.value)))
     }
@@ -130,8 +137,8 @@ def _is_of_a_list(node: ast.AST) -> bool:
     return name.endswith("s")
 
 
-def test_every_cut_list_says_so():
-    found = {str(path.relative_to(ROOT)): list(find_cuts(tree)) for path, tree in parse_rooms().items()}
+def test_every_cut_list_says_so(rooms: dict[Path, ast.Module]):
+    found = {str(path.relative_to(ROOT)): list(find_cuts(tree)) for path, tree in rooms.items()}
     assert {path: cuts for path, cuts in found.items() if cuts and path not in SAYS_SO} == {}
     assert {path for path in SAYS_SO if not found[path]} <= {"draftworks/storage/words.py", "sensors/acting.py"}
 
@@ -202,10 +209,10 @@ def _shows_stored_name(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "metric"
 
 
-def test_only_the_acceptance_length_is_shown():
+def test_only_the_acceptance_length_is_shown(rooms: dict[Path, ast.Module]):
     refused = {
         f"{path.relative_to(ROOT)}:{found}"
-        for path, tree in parse_rooms().items()
+        for path, tree in rooms.items()
         if path != HELPER and not {path, *path.parents} & set(OF_KEYS)
         for found in find_refused(tree)
     }
