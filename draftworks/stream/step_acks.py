@@ -203,9 +203,12 @@ class StepAcks:
             self._freed = ()
 
     def confirm(self) -> None:
-        """Let producers know what was freed, if that has not been said yet: they may wait to capture it again."""
-        if self._freed:
-            self.free_unused()
+        """Free what nothing needs any more, and let producers know what was freed: they may wait to capture it again.
+
+        A producer that was late has put, after the last step, what it found committed and trained already. Until that is
+        freed, another sample of the same content cannot be committed.
+        """
+        self.free_unused()
 
     def _ack(self, global_step: int) -> None:
         if self._held is not None:

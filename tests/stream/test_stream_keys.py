@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from store_kinds import open_keyed_store
 from waiting import HANG_S
 
 from draftworks.features.contracts import KeyedFeatureStore
+from draftworks.stream.controller import ControlPlane
 from draftworks.stream.sqlite_metadata_store import InMemoryMetadataStore
-from draftworks.stream.step_acks import free_unused
+from draftworks.stream.step_acks import StepAcks, free_unused
 
 
 @pytest.fixture(params=["memory", "shared", pytest.param("mooncake", marks=pytest.mark.mooncake)])
@@ -77,3 +79,22 @@ def test_what_two_producers_put_while_it_was_being_removed_is_removed_again():
     for _ in range(2):
         controller.commit_samples([ref], frees=0)  # a sample that somebody else has committed
     assert set(controller.free_keys(unused)) == keys, "the removal was of what was there before"
+
+
+def test_a_consumer_that_waits_frees_what_a_late_producer_has_put_again(tmp_path: Path):
+    """Otherwise the last sample of a source, with the same content, is stale for ever, and both sides wait."""
+    controller = controller_of(InMemoryMetadataStore(), Clock())
+    first = make_ref(0, random.Random(0))
+    last = replace(first, sample_id="last")
+    store = open_keyed_store("memory", tmp_path)
+    acks = StepAcks(ControlPlane(controller, True), store, lambda step: [first])
+    controller.commit_samples([first], frees=0)
+    acks.on_step(1)
+    acks.confirm()
+    controller.commit_samples([first], frees=0)
+    stale = controller.commit_samples([last], frees=0)
+    assert stale.stale == ("last",)
+    acks.confirm()
+    again = controller.commit_samples([last], frees=stale.frees)
+    assert again.stale == ("last",), "it looked before the removal"
+    assert controller.commit_samples([last], frees=again.frees).committed == ("last",)
