@@ -40,7 +40,7 @@ def fleet_page(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Ma
 
 
 def _describe(page: "FleetPage", path: Path) -> dict[str, Any]:
-    needs = Counter(one.status.need.name.lower() for one in page.sections)
+    needs = Counter(row[-1] for row in page.rows)
     return {
         "page": dg.MetadataValue.path(path),
         "dagster/row_count": len(page.rows),

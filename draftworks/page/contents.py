@@ -18,6 +18,7 @@ from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.acceptance_length import count_own_token
 from draftworks.evaluation.report.summary import SLICES, TRAINED, ReportSummary
 from draftworks.evaluation.rivals.names import NO_DRAFT, RIVAL_MEANINGS
+from draftworks.export.conventions import DRAFT_FOLDER
 from draftworks.fleet.leaderboard import read_measured
 from draftworks.page.charts import IntervalChart, Line, LineChart, Measured, draw_intervals, draw_lines
 from draftworks.planning.estimates import Estimate
@@ -203,7 +204,9 @@ class _SectionReader:
 
         logs = read_served_logs(target, self.registry.root, self.artifacts, self.status.strategy)
         for standing in logs.standings:
-            yield Table(SLICES_OF_REQUESTS, tuple(list_rows(standing)))
+            rows = tuple(list_rows(standing))
+            more = sum(each.now is not None for each in standing.slices) - len(rows)
+            yield Table(SLICES_OF_REQUESTS, rows, more)
 
     def _list_service(self) -> Table | None:
         history = ServiceRegister(self.artifacts.root, *self._names).read_history()
@@ -309,7 +312,7 @@ def _list_commands(export: Artifact) -> Iterator[tuple[str, str]]:
     """Yield a name and the command that serves with it, of every exported format; the draft's folder is the export's."""
     for name, one in sorted(export.summary.get("formats", {}).items()):
         for server, command in one.get("commands", {}).items():
-            yield f"{server}, {name}", command.replace("DRAFT_FOLDER", str(export.path / name))
+            yield f"{server}, {name}", command.replace(DRAFT_FOLDER, str(export.path / name))
 
 
 def _cut(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table | None:

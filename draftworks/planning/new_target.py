@@ -1,16 +1,17 @@
 """The entry of a new target: what fits its model, data and machine, written as a short YAML with the reasons. Torch-free.
 
-Rates and batches are starting points, from trainings of 1.4 M to 135 M parameters on CPUs (docs/real-model.md) and from the
-recipes that peers publish for 8 B; `draftworks compare` tells what another one is worth.
+Rates and batches are starting points, from the training of SmolLM2-135M's draft (docs/real-model.md) and the defaults for
+8 B, with nothing measured between; `draftworks compare` tells what another one is worth.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.targets.resolve import TargetShape
@@ -47,21 +48,22 @@ class NewTarget:
 
     @property
     def epochs(self) -> int:
-        """More passes help little data: held-out acceptance grows with data, not with passes (docs/real-model.md)."""
+        """Passes over the data: three where there is little of it, one where there is much."""
         rows = math.inf if self.rows is None else min(self.rows, self.max_conversations or math.inf)
         return 3 if rows < _FEW_ROWS else 2 if rows < _SOME_ROWS else 1
 
     @property
     def global_batch_size(self) -> int:
-        """A power of two that gives `STEPS` steps, 2 to 64, and a multiple of the ranks where those are one."""
+        """A power of two that gives `STEPS` steps, 2 to 64, made a multiple of the ranks."""
         rows = 50_000.0 if self.rows is None else min(self.rows, self.max_conversations or math.inf)
-        largest = max(2, 2 ** math.floor(math.log2(max(rows * self.epochs / STEPS, 2))))
-        return min(64, max(largest, self.gpus))
+        size = min(64, 2 ** math.floor(math.log2(max(rows * self.epochs / STEPS, 2))))
+        ranks = max(self.gpus, 1)
+        return max(ranks, size // ranks * ranks)
 
     @property
     def learning_rate(self) -> float:
-        """Narrow models take more: 1e-4 at 4,096, in inverse proportion to the width, at most 2e-3."""
-        return float(f"{min(2e-3, 1e-4 * max(1.0, 4096 / self.shape.hidden_size)):.1g}")
+        """Narrow models take more: between 1e-4 at a width of 4,096 and the 2e-3 that was chosen at 576, at most 5e-3."""
+        return float(f"{min(5e-3, 1e-4 * max(1.0, 4096 / self.shape.hidden_size) ** 1.5):.1g}")
 
 
 def render_entry(new: NewTarget) -> str:
@@ -70,10 +72,9 @@ def render_entry(new: NewTarget) -> str:
 
 
 def _list_lines(new: NewTarget) -> Iterator[str]:
-    yield f"model: {_quote(new.model)}"
-    if new.revision is not None:
-        yield f"revision: {new.revision}"
-    yield f"dataset: {new.dataset}"
+    named = {"model": new.model, "revision": new.revision, "dataset": new.dataset}
+    known = {name: value for name, value in named.items() if value is not None}
+    yield yaml.safe_dump(known, sort_keys=False, width=math.inf, allow_unicode=True).rstrip()
     if new.max_conversations is not None:
         yield f"data: {{max_conversations: {new.max_conversations}}}  # what the hours allow; more data is what helps most"
     if not new.gpus:
@@ -125,21 +126,8 @@ def _choose_options(name: str, new: NewTarget) -> Iterator[tuple[str, Any]]:
 
 def render_dataset(files: Sequence[str]) -> str:
     """Return the text of `registry/datasets/NAME.yaml`."""
-    return f"files: {json.dumps(list(files))}\nformat: auto\n"
-
-
-def _quote(text: str) -> str:
-    """Return a YAML scalar: plain where that is safe."""
-    plain = text.replace("-", "").replace("_", "").replace(".", "").replace("/", "")
-    return text if plain.isalnum() and not text[0].isdigit() and text[0] not in "-." else json.dumps(text)
+    return yaml.safe_dump({"files": list(files)}, width=math.inf, allow_unicode=True)
 
 
 def _flow(values: dict[str, Any]) -> str:
-    def show(value: Any) -> str:
-        if isinstance(value, dict):
-            return _flow(value)
-        if isinstance(value, list):
-            return f"[{', '.join(map(show, value))}]"
-        return str(value)
-
-    return "{" + ", ".join(f"{name}: {show(value)}" for name, value in values.items()) + "}"
+    return f"{{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"

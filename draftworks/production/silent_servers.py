@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import DraftworksError, EngineError
+from draftworks.evaluation.acceptance_length import SYMBOL, format_length
 from draftworks.production.observer import read_key
 from draftworks.production.scrape import Address
 from draftworks.production.serving_facts import ServingFacts, read_pages
@@ -54,7 +55,9 @@ def explain_standing(
         draft = None if record is None else DraftOnDisk.read(var, record.draft)
     except (DraftworksError, OSError) as error:
         unread = LikelyCause("not known", str(error), "Ask again when it can be read")
-        return SilentServer(standing.server, f"accepts {now.value:.2f} tokens a pass", (unread,))
+        return SilentServer(
+            standing.server, f"{SYMBOL} {format_length(now.value)} over {now.passes:,} passes", (unread,)
+        )
     evidence = Evidence.gather(now.value, now.passes, promised, facts, draft)
     return SilentServer(standing.server, describe(evidence), tuple(find_causes(evidence)))
 

@@ -51,6 +51,8 @@ def new(
     try:
         found = Registry(registry)
         require_free(found, name)
+        if dataset is not None and data:
+            raise ConfigError("--data and --dataset: give one of them")
         model = model or _ask("model (folder, GGUF file or hub id)", "--model")
         if dataset is None and not data:
             data = [_ask("data (file or glob of conversations or prompts)", "--data, or --dataset")]
@@ -103,8 +105,9 @@ def write_entry(registry: Registry, name: str, about: NewTarget, hours: float | 
     write(about)
     try:
         registry.load_target(name)
-        if hours is not None:
-            write(_fit_into(registry, name, about, hours))
+        while hours is not None and (fewer := _fit_into(registry, name, about, hours)) is not about:
+            about = fewer
+            write(about)
     except DraftworksError:
         path.unlink()
         raise
@@ -112,18 +115,20 @@ def write_entry(registry: Registry, name: str, about: NewTarget, hours: float | 
 
 
 def _fit_into(registry: Registry, name: str, about: NewTarget, hours: float) -> NewTarget:
+    """Return the target with fewer conversations, or itself if its plan fits. Costs are not in proportion: ask again."""
     from draftworks.planning.plan import make_plan
     from draftworks.planning.subject import PlanSubject
 
     planned = make_plan(PlanSubject.of(name, registry)).chosen.gpu_hours.value
     if planned <= hours:
         return about
-    rows = about.rows or 0.0
-    kept = int(rows * hours / planned)
+    if about.rows is None:
+        raise ConfigError(f"{name}: its conversations cannot be counted, so --hours cannot choose among them")
+    rows = min(about.rows, about.max_conversations or about.rows)
+    kept = min(int(rows * hours / planned), int(rows) - 1)
     if kept < FEWEST_CONVERSATIONS:
         raise ConfigError(
-            f"{name}: all of its {rows:,.0f} conversations take {planned:,.1f} hours, so {hours:g} hours are enough for "
-            f"{kept:,}; fewer than {FEWEST_CONVERSATIONS} make no draft. Give more --hours"
+            f"{name}: {rows:,.0f} conversations take {planned:,.1f} hours, so {hours:g} hours are enough for {kept:,}; fewer than {FEWEST_CONVERSATIONS} make no draft. Give more --hours"
         )
     return replace(about, max_conversations=kept)
 

@@ -67,7 +67,7 @@ class Site:
 def site(tiny_target: TargetFiles, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
     for needed in (LLAMA_CPP / "llama-server", JUDGE_PYTHON):
         if not needed.exists():
-            pytest.skip(f"no {needed}: make {LLAMA_CPP.name}/ready {JUDGE_PYTHON.parents[1].name}/ready")
+            pytest.fail(f"no {needed}: make {LLAMA_CPP.name}/ready {JUDGE_PYTHON.parents[1].name}/ready")
     folder = tmp_path_factory.mktemp("llama-cpp")
     convert(folder, tiny_folder)
     return Site(folder, tiny_target, greedy_answers(tiny_folder, PROMPTS, LONGEST))

@@ -60,15 +60,15 @@ def test_what_it_writes_passes_check_and_names_only_what_is_no_default(root: Pat
 def test_hours_leave_out_conversations_until_the_plan_fits(root: Path):
     assert call(root, "all", "--model", "models/tiny", "--data", data(root), "--gpus", "0").exit_code == 0
     planned = make_plan(PlanSubject.of("all", Registry(root))).chosen.gpu_hours.value
-    hours = f"{planned / 2:.6f}"
+    hours = f"{planned * 0.7:.6f}"
     # `--hours` has a least value that the toy is below, so the function is asked.
     from draftworks.programs.new import _describe, write_entry
 
     about = _describe(Registry(root), "half", "models/tiny", None, "all", None, 0, None)
     write_entry(Registry(root), "half", about, float(hours))
     kept = entry(root, "half")["data"]["max_conversations"]
-    assert 150 <= kept <= 250
-    assert make_plan(PlanSubject.of("half", Registry(root))).chosen.gpu_hours.value <= planned * 0.75
+    assert 100 <= kept <= 300
+    assert make_plan(PlanSubject.of("half", Registry(root))).chosen.gpu_hours.value <= float(hours)
 
 
 def test_a_hub_id_has_the_commit_of_the_cache(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -81,7 +81,7 @@ def test_a_hub_id_has_the_commit_of_the_cache(root: Path, tmp_path: Path, monkey
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     call(root, "mine", "--model", "maker/tiny", "--data", data(root))
     assert (entry(root)["model"], entry(root)["revision"]) == ("maker/tiny", COMMIT)
-    unknown = call(root, "other", "--model", "maker/unknown", "--data", data(root), "--dataset", "mine")
+    unknown = call(root, "other", "--model", "maker/unknown", "--dataset", "mine")
     assert "maker/unknown" in unknown.output
     assert unknown.exit_code == 1
     assert not (root / "targets" / "other.yaml").exists()
@@ -96,6 +96,7 @@ def test_a_hub_id_has_the_commit_of_the_cache(root: Path, tmp_path: Path, monkey
         (["mine", "--model", "nowhere/at/all", "--data", "x"], "no such folder or file"),
         (["mine", "--model", "models/tiny", "--data", "/nowhere/*.jsonl"], "/nowhere/*.jsonl"),
         (["mine", "--model", "models/tiny", "--dataset", "none"], "none"),
+        (["mine", "--model", "models/tiny", "--dataset", "none", "--data", "PROMPTS"], "give one of them"),
         (["mine", "--model", "models/tiny", "--data", "PROMPTS", "--strategy", "eagle"], "no such strategy"),
         (["mine", "--model", "models/tiny", "--data", "PROMPTS", "--serve", "llama"], "llama"),
     ],
@@ -118,8 +119,9 @@ def test_nothing_that_exists_is_replaced(root: Path):
     ("hidden", "vocabulary", "gpus", "rows", "expected"),
     [
         (4096, 151_936, 8, 1e6, {"global_batch_size": 64, "epochs": 1, "lr": 1e-4, "processes": 8}),
-        (576, 49_152, 0, 200, {"global_batch_size": 2, "epochs": 3, "lr": 7e-4, "device": "cpu"}),
-        (2048, 32_000, 1, 20_000, {"global_batch_size": 64, "epochs": 2, "lr": 2e-4}),
+        (576, 49_152, 0, 200, {"global_batch_size": 2, "epochs": 3, "lr": 2e-3, "device": "cpu"}),
+        (2048, 32_000, 1, 20_000, {"global_batch_size": 64, "epochs": 2, "lr": 3e-4}),
+        (4096, 128_256, 6, 1e6, {"global_batch_size": 60, "processes": 6}),
     ],
 )
 def test_recipes_follow_from_width_and_data(hidden: int, vocabulary: int, gpus: int, rows: float, expected: dict):
